@@ -1,0 +1,1 @@
+"""The configuration: typed data, checked at the door."""

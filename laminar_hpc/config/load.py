@@ -1,0 +1,94 @@
+"""From a TOML file and `--set` options to a checked Config. The only place of the pure floors that opens a file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> Config:
+    """The config in the file at `path`, with `overrides` ("section.key=value", value as in TOML) put over it.
+
+    Relative paths inside the file stay relative to the directory the command runs in. ConfigError, one line, where
+    anything is unknown, missing or out of bounds.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides or []:
+        _put(data, override)
+    return check_config(data, path)
+
+
+def check_config(data: dict[str, Any], source: str) -> Config:
+    """`data` as a Config; ConfigError names `source`, the first wrong key and what is allowed there."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def _put(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override}: must be SECTION.KEY=VALUE, for example rollout.slots=64")
+    table = data
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+    table[parts[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a word that is none is taken as a string, so that the shell's quotes need no second pair."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        section = _section(location[:-1])
+        valid = list(section.model_fields) if section is not None else []
+        near = difflib.get_close_matches(location[-1], valid, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"unknown key {key}; {hint}valid keys here: {', '.join(valid)}"
+    if first["type"] == "missing":
+        return f"{key} is required"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{key}: {message}, got {first['input']!r}"
+
+
+def _section(location: list[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] = Config
+    for part in location:
+        field = section.model_fields.get(part)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return None
+        section = annotation
+    return section
+
+
+def absolute(path: str) -> str:
+    """`path` with `~` and relative parts resolved: what every rank may open, whatever its working directory."""
+    return os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,27 @@
+"""The errors that this package raises on purpose.
+
+Input errors stop a run at the door (exit code 2, one line); the others carry rank, role, event and id, since their
+message is often all that is left of a job.
+"""
+
+from __future__ import annotations
+
+
+class LaminarError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(LaminarError):
+    """A config, an input file or a rank count that cannot run; the message names the key or line and what is allowed."""
+
+
+class ProtocolError(LaminarError):
+    """A broken rule between ranks; the message names rank, role, event and trajectory."""
+
+
+class EngineError(LaminarError):
+    """An engine or trainer that cannot do what it was asked; the message names the engine and the request."""
+
+
+class RecordError(LaminarError):
+    """A record file that is missing, unreadable or of another schema version; the message names the file."""

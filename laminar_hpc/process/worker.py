@@ -1,0 +1,171 @@
+"""A worker process as its driver holds it, and the frame in which the worker's own code runs.
+
+Workers are forked from a forkserver that was started before MPI: forking after `MPI_Init` can hang, and a child that
+inherits the launcher's variables takes itself for a rank. A worker that is forked from there outlives a driver that is
+killed, so each one watches its driver, and ends itself and all it has started when the driver is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running, set_forkserver_preload
+
+from laminar_hpc.process.channel import Channel, ChannelClosed
+from laminar_hpc.protocol.peer import Shutdown, WorkerError
+from laminar_hpc.protocol.wire import AnyRecord
+
+LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI", "PRTE", "SLURM", "MPI", "HYDRA", "FLUX")
+"""Variables through which a process learns that it is a rank. Workers must not see them."""
+
+_context = multiprocessing.get_context("forkserver")
+
+WorkerMain = Callable[[Channel], None]
+
+
+@contextlib.contextmanager
+def _without_launcher_variables() -> Iterator[None]:
+    hidden = {name: value for name, value in os.environ.items() if name.startswith(LAUNCHER_PREFIXES)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def start_forkserver(threads: int) -> None:
+    """Start the process that workers are forked from. To be called before MPI is initialised, once.
+
+    `threads` is the number of CPU threads that numerical libraries in the workers use.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    set_forkserver_preload([])
+    with _without_launcher_variables():
+        ensure_running()
+
+
+class Worker:
+    """One worker process and the channel to it."""
+
+    def __init__(self, name: str, main: WorkerMain, log_path: str) -> None:
+        """Start `main(channel)` in a new process whose output goes to the end of `log_path`."""
+        self.name = name
+        ours, theirs = _context.Pipe()
+        self.channel = Channel(ours)
+        self._process = _context.Process(target=_run, args=(main, theirs, log_path), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id, also its process group's."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process.is_alive()
+
+    def send(self, message: AnyRecord) -> None:
+        """Send a message; ChannelClosed where the worker is gone."""
+        self.channel.send(message)
+
+    def receive_all(self) -> list[AnyRecord]:
+        """All that the worker has said; ChannelClosed where it is gone and nothing is left to read."""
+        messages: list[AnyRecord] = []
+        try:
+            while (message := self.channel.receive()) is not None:
+                messages.append(message)
+        except ChannelClosed:
+            if not messages:
+                raise
+        return messages
+
+    def kill(self) -> None:
+        """End the worker and all that it has started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.join(timeout=5.0)
+        self.channel.close()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Ask the worker to end, and kill it if it has not after `timeout_s`."""
+        with contextlib.suppress(ChannelClosed):
+            self.channel.send(Shutdown())
+        self._process.join(timeout=timeout_s)
+        self.kill()
+
+
+def _run(main: WorkerMain, connection: Connection, log_path: str) -> None:
+    os.setpgid(0, 0)  # so that all it starts can be ended with it
+    _redirect_output(log_path)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_driver, name="end-with-driver", daemon=True).start()
+    channel = Channel(connection)
+    try:
+        main(channel)
+    except ChannelClosed:
+        pass
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(ChannelClosed):
+            line = " ".join(str(error).split())
+            channel.send(WorkerError(text=f"{type(error).__name__}: {line}"))
+            connection.close()
+        _leave(1)
+    _leave(0)
+
+
+def _redirect_output(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _end_with_driver() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    _leave(1)
+
+
+def _leave(code: int) -> None:
+    """End without the clean-up of libraries that may hang, and take along whatever this worker has started."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _kill_descendants()
+    os._exit(code)
+
+
+def _kill_descendants() -> None:
+    own = os.getpid()
+    for pid in _group_members(os.getpgid(0)):
+        if pid != own:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _group_members(group: int) -> list[int]:
+    members = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(entry)) == group:
+                    members.append(int(entry))
+    return members

@@ -1,0 +1,204 @@
+"""What the controller asks for. Each command carries the reason for it, so that the log explains itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar_hpc.protocol.trajectory import Purpose, State, Stop, TrajectorySpec, Verdict
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of all commands."""
+
+    reason: str
+
+
+class Generate(Command, frozen=True):
+    """Rollout `rank` generates these trajectories with the weights it holds, which are `version`."""
+
+    rank: int
+    incarnation: int
+    version: int
+    trajectories: list[TrajectorySpec]
+
+
+class Abort(Command, frozen=True):
+    """Rollout `rank` drops these trajectories."""
+
+    rank: int
+    incarnation: int
+    trajectories: list[int]
+
+
+class Pull(Command, frozen=True):
+    """Rollout `rank` loads the newest version its relay holds, `version` at least."""
+
+    rank: int
+    incarnation: int
+    version: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One trajectory of a training batch: who it is, what it earned, and which trainer (0 first) takes it."""
+
+    trajectory: int
+    group: int
+    reward: float
+    tokens: int
+    trainer: int
+
+
+class Train(Command, frozen=True):
+    """All trainers train on this mini-batch; `minibatches` is how many the step has.
+
+    Every trainer gets the whole list: advantages need the rewards of whole groups, wherever their members are trained.
+    """
+
+    step: int
+    minibatch: int
+    minibatches: int
+    samples: list[Sample]
+
+
+class Publish(Command, frozen=True):
+    """All trainers publish their weights as `version`, as they are after `step` (0: the checkpoint's)."""
+
+    version: int
+    step: int
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The part of an image that one trainer publishes: `chunks` of them from `first_chunk` on, fetched from `rank`."""
+
+    rank: int
+    first_chunk: int
+    chunks: int
+
+
+class Broadcast(Command, frozen=True):
+    """The relays fetch `version`: the first of `chain` from the trainers, each other one from the one before it."""
+
+    version: int
+    chain: list[int]
+    shares: list[Share]
+    digests: bytes
+
+
+class Release(Command, frozen=True):
+    """The trainers may reuse the memory of `version`: the master relay holds it."""
+
+    version: int
+
+
+class TrajectoryOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a trajectory ended, with all that the record keeps of it. Times are in the clock of `now`.
+
+    `state` is CONSUMED, DISCARDED or RETURNED (for evaluation CONSUMED means: counted in its accuracy). `staleness_*` count
+    the versions published between the weights that generated it and the moment it finished, and was taken into a batch.
+    """
+
+    trajectory: int
+    group: int
+    prompt: int
+    sample: int
+    purpose: Purpose
+    state: State
+    reason: str
+    version: int | None
+    rank: int | None
+    prompt_tokens: int
+    response_tokens: int
+    reward: float
+    verdict: Verdict | None
+    stop: Stop | None
+    begun_s: float
+    finished_s: float | None
+    settled_s: float
+    staleness_finish: int | None
+    staleness_consumption: int | None
+    step: int | None
+
+
+class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt that was handed out ended: CONSUMED once, DISCARDED or RETURNED, with the reason."""
+
+    group: int
+    prompt: int
+    purpose: Purpose
+    state: State
+    reason: str
+    version: int | None
+    step: int | None
+    trajectories: int
+    handed_out_s: float
+    settled_s: float
+
+
+class Settle(Command, frozen=True):
+    """These trajectories and prompts have ended: the record takes them, the store drops their payload."""
+
+    trajectories: list[TrajectoryOutcome]
+    groups: list[GroupOutcome]
+
+
+class ReportStep(Command, frozen=True, kw_only=True):
+    """A step is done. `metrics` are the mini-batches' metrics, averaged; `train_s` is the sum of their times."""
+
+    step: int
+    version: int
+    started_s: float
+    finished_s: float
+    train_s: float
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    reward_mean: float
+    reward_std: float
+    staleness_finish_mean: float
+    staleness_finish_max: int
+    staleness_consumption_mean: float
+    staleness_consumption_max: int
+    metrics: dict[str, float]
+
+
+class ReportEvaluation(Command, frozen=True, kw_only=True):
+    """The held-out prompts were answered by one version.
+
+    `accuracy` is the share of graded responses with the full reward of 1.
+    """
+
+    version: int
+    step: int
+    prompts: int
+    graded: int
+    accuracy: float
+    reward_mean: float
+    response_tokens: int
+
+
+class WakeAt(Command, frozen=True):
+    """Call back with `Woken` at `time_s`, in the clock of `now`."""
+
+    time_s: float
+
+
+class EndJob(Command, frozen=True):
+    """The job is over. `outcome` is one of finished, stopped, failed, stalled; the reason is for people."""
+
+    outcome: str
+
+
+AnyCommand = (
+    Generate
+    | Abort
+    | Pull
+    | Train
+    | Publish
+    | Broadcast
+    | Release
+    | Settle
+    | ReportStep
+    | ReportEvaluation
+    | WakeAt
+    | EndJob
+)

@@ -1,0 +1,169 @@
+"""What the controller is told. Each event is a fact that has happened; none of them asks for anything.
+
+Every event that comes from a rank carries the `rank` and the `incarnation` of its sender: a rank whose worker was
+started again has the next incarnation, and what an earlier one still had under way is dropped on arrival.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar_hpc.protocol.trajectory import Stop, Verdict
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Base of all events."""
+
+
+class RankEvent(Event, frozen=True):
+    """An event with a sender."""
+
+    rank: int
+    incarnation: int
+
+
+class TrainerReady(RankEvent, frozen=True):
+    """A trainer's worker is up and holds the checkpoint. `trainer` is its place among the trainers, 0 first."""
+
+    trainer: int
+
+
+class RelayReady(RankEvent, frozen=True):
+    """A relay is up and can receive versions. `node` is its node key."""
+
+    node: str
+
+
+class RolloutReady(RankEvent, frozen=True):
+    """A rollout's engine is up, without weights.
+
+    `relay` is the rank it pulls from; `concurrency` how many trajectories it takes at once, waiting ones included.
+    """
+
+    node: str
+    relay: int
+    concurrency: int
+
+
+class Published(RankEvent, frozen=True):
+    """A trainer holds its share of version `version`, ready to be fetched.
+
+    `digests` has 8 bytes for each chunk of the share, in order; `seconds` is how long the trainer's worker stood still.
+    """
+
+    version: int
+    first_chunk: int
+    digests: bytes
+    seconds: float
+
+
+class RelayHolds(RankEvent, frozen=True):
+    """A relay holds version `version` complete and checked."""
+
+    version: int
+    seconds: float
+
+
+class Loaded(RankEvent, frozen=True):
+    """A rollout's engine has loaded `version`.
+
+    `digest` is that of the weights as they lie in the engine, empty if not asked for.
+    """
+
+    version: int
+    digest: bytes
+    wait_s: float
+    load_s: float
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far one trajectory has come: response tokens that have been streamed to the store."""
+
+    trajectory: int
+    tokens: int
+
+
+class Streamed(RankEvent, frozen=True):
+    """A rollout has streamed partial responses to the store, and says how full it is.
+
+    `kv_use` is the used share of its KV cache (0 to 1); `running` and `waiting` count trajectories.
+    """
+
+    progress: list[Progress]
+    kv_use: float
+    running: int
+    waiting: int
+
+
+class Finished(RankEvent, frozen=True):
+    """A trajectory has ended and was graded; its payload is complete in the store.
+
+    `version` is that of the weights which generated it; `reward` counts only where `verdict` is GRADED.
+    """
+
+    trajectory: int
+    version: int
+    prompt_tokens: int
+    response_tokens: int
+    stop: Stop
+    verdict: Verdict
+    reward: float
+
+
+class WentToTool(RankEvent, frozen=True):
+    """A trajectory waits for a tool's answer and holds no place in the engine."""
+
+    trajectory: int
+
+
+class CameFromTool(RankEvent, frozen=True):
+    """A trajectory goes on with a tool's answer."""
+
+    trajectory: int
+
+
+class Trained(RankEvent, frozen=True):
+    """A trainer has done mini-batch `minibatch` of step `step`.
+
+    `metrics` are those of the whole mini-batch, equal on all trainers.
+    """
+
+    step: int
+    minibatch: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+class RankLost(RankEvent, frozen=True):
+    """The worker or the rank is gone; all it held is lost, what it streamed is in the store."""
+
+    reason: str
+
+
+class Woken(Event, frozen=True):
+    """A time asked for with `WakeAt` has come."""
+
+
+class StopRequested(Event, frozen=True):
+    """Somebody outside wants the job to end: a signal, the stall watchdog, a time limit."""
+
+    reason: str
+
+
+AnyEvent = (
+    TrainerReady
+    | RelayReady
+    | RolloutReady
+    | Published
+    | RelayHolds
+    | Loaded
+    | Streamed
+    | Finished
+    | WentToTool
+    | CameFromTool
+    | Trained
+    | RankLost
+    | Woken
+    | StopRequested
+)

@@ -1,0 +1,1 @@
+"""Inference engines behind one interface, and the worker process that runs one."""

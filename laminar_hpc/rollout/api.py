@@ -1,0 +1,73 @@
+"""What a rollout's worker asks of an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.protocol.trajectory import Stop
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A trajectory to generate, or to go on with: `response` and `logprobs` are what exists of it already."""
+
+    trajectory: int
+    prompt: list[int]
+    response: list[int]
+    seed: int
+    temperature: float
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """One new token of one trajectory, and why it was the last one (None: it was not)."""
+
+    trajectory: int
+    token: int
+    logprob: float
+    stop: Stop | None
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """How full an engine is: used share of the KV cache (0 to 1), trajectories decoded, trajectories without a place yet."""
+
+    kv_use: float
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """An inference engine that is driven one step at a time, by one thread.
+
+    A trajectory's tokens are a function of the weights, its prompt, its seed and the position alone: not of what else is
+    in the batch, and not of where it was begun. The log-probability recorded with a token is that of the policy it was
+    sampled from (at temperature 1; greedy tokens carry the same policy's log-probability).
+    """
+
+    concurrency: int
+    """How many trajectories may be in the engine, waiting ones included."""
+
+    def add(self, request: Request) -> None:
+        """Take a trajectory in; it waits until the KV cache has room. EngineError where it can never fit."""
+
+    def abort(self, trajectory: int) -> None:
+        """Drop a trajectory; one that is not there is no error."""
+
+    def export(self, trajectory: int) -> list[int]:
+        """The response tokens so far of a trajectory in the engine, with which `add` elsewhere goes on."""
+
+    def step(self) -> list[Sampled]:
+        """One decode step: a new token for every running trajectory. Empty when there is none."""
+
+    def stats(self) -> EngineStats:
+        """How full the engine is now."""
+
+    def load(self, version: int, manifest: Manifest, image: NDArray[np.uint8]) -> None:
+        """Copy all weights out of `image` (flat, `manifest.nbytes` long). Only between trajectories."""
+
+    def weights(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of every tensor as it lies in the engine, in the manifest's order: for digests of what was loaded."""

@@ -1,0 +1,1 @@
+"""Training engines behind one interface, the loss, and the worker process that runs one."""
