@@ -13,8 +13,8 @@ setup(
     description="Asynchronous RL post-training of language models as one Slurm/MPI job",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["laminar_hpc", "laminar_hpc.*"]), "laminar_hpc.jobs"],
-    package_dir={"laminar_hpc.jobs": "jobs"},
+    packages=[*find_packages(include=["laminar_hpc", "laminar_hpc.*"]), "laminar_hpc.jobs", "laminar_hpc.analysis"],
+    package_dir={"laminar_hpc.jobs": "jobs", "laminar_hpc.analysis": "analysis"},
     package_data={"laminar_hpc.jobs": ["configs/*.toml", "*.sh"]},
     install_requires=["msgspec", "pydantic>=2", "h5py", "numpy", "rich"],
     extras_require={

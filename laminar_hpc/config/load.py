@@ -16,8 +16,8 @@ from laminar_hpc.errors import ConfigError
 def load_config(path: str, overrides: list[str] | None = None) -> Config:
     """The config in the file at `path`, with `overrides` ("section.key=value", value as in TOML) put over it.
 
-    Relative paths inside the file stay relative to the directory the command runs in. ConfigError, one line, where
-    anything is unknown, missing or out of bounds.
+    Paths in it come back absolute; relative ones start from the working directory. ConfigError, one line, where anything
+    is unknown, missing or out of bounds.
     """
     try:
         with open(path, "rb") as file:
@@ -28,7 +28,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for override in overrides or []:
         _put(data, override)
-    return check_config(data, path)
+    return resolve_paths(check_config(data, path))
 
 
 def check_config(data: dict[str, Any], source: str) -> Config:
@@ -89,6 +89,14 @@ def _section(location: list[str]) -> type[BaseModel] | None:
     return section
 
 
-def absolute(path: str) -> str:
-    """`path` with `~` and relative parts resolved: what every rank may open, whatever its working directory."""
-    return os.path.abspath(os.path.expanduser(path))
+
+def resolve_paths(config: Config) -> Config:
+    """The config with every path in it absolute: what all ranks may open, whatever their working directory."""
+    model = config.model.model_copy(update={"path": _absolute(config.model.path)})
+    task_paths = {name: _absolute(getattr(config.task, name)) for name in ("path", "held_out_path")}
+    task = config.task.model_copy(update=task_paths)
+    return config.model_copy(update={"run_dir": _absolute(config.run_dir), "model": model, "task": task})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path else path

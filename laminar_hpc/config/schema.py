@@ -40,6 +40,8 @@ class Job(Section):
     """How often each rank says that it is alive, and what it waits for."""
     silence_timeout_s: Seconds = 60.0
     """How long a rank may say nothing before it counts as hung."""
+    worker_restarts: Count = 3
+    """How often a rollout starts its engine again after a crash before the job ends."""
 
     @property
     def ranks(self) -> int:
@@ -177,6 +179,8 @@ class Evaluation(Section):
 class Weights(Section):
     """How weights travel."""
 
+    transport: Literal["mpi"] = "mpi"
+    """What carries chunks from node to node."""
     chunk_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 1 << 20
     """Unit of transfer and of checksums."""
     window: Annotated[int, Field(ge=1, le=64)] = 4

@@ -1,0 +1,1 @@
+"""The controller and its parts: pure state, driven by events alone."""

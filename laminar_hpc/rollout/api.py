@@ -14,7 +14,7 @@ from laminar_hpc.protocol.trajectory import Stop
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A trajectory to generate, or to go on with: `response` and `logprobs` are what exists of it already."""
+    """A trajectory to generate, or to go on with: `response` is what exists of it already."""
 
     trajectory: int
     prompt: list[int]
@@ -45,14 +45,17 @@ class Engine(Protocol):
 
     A trajectory's tokens are a function of the weights, its prompt, its seed and the position alone: not of what else is
     in the batch, and not of where it was begun. The log-probability recorded with a token is that of the policy it was
-    sampled from (at temperature 1; greedy tokens carry the same policy's log-probability).
+    sampled from: softmax(logits / T) at temperature T > 0. Greedy tokens (T = 0) carry that of softmax(logits).
     """
 
     concurrency: int
     """How many trajectories may be in the engine, waiting ones included."""
 
-    def add(self, request: Request) -> None:
-        """Take a trajectory in; it waits until the KV cache has room. EngineError where it can never fit."""
+    def add(self, request: Request) -> Stop | None:
+        """Take a trajectory in; it waits until the KV cache has room. EngineError where it can never fit.
+
+        Where its response has ended already, the engine does not take it in, and returns why it ended.
+        """
 
     def abort(self, trajectory: int) -> None:
         """Drop a trajectory; one that is not there is no error."""

@@ -1,0 +1,1 @@
+"""Prompts, verifiable rewards, and the worker process in which foreign task code runs."""

@@ -1,0 +1,248 @@
+"""The ledger of a run, checked on its record: what must hold of every trajectory, prompt, weight version and step.
+
+A record that ends in mid-run (a kill, a run that goes on) may leave things open; they are counted, and no fault.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+import numpy as np
+
+from laminar_hpc.record import schema
+from laminar_hpc.record.lineage import Lineage, read_lineage
+from laminar_hpc.record.reader import Rows, Run
+
+from .series import trained_on
+
+DETAILS = 20
+"""Violations and open things that a check names; the others are counted."""
+
+
+class Result(str, Enum):
+    """What a check found."""
+
+    HOLDS = "holds"
+    VIOLATED = "violated"
+    NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule, whether it holds, the figure that says on how much, and what is wrong or open."""
+
+    rule: str
+    result: Result
+    figure: str
+    details: list[str] = field(default_factory=list)
+
+
+def run_checks(run: Run) -> list[Check]:
+    """All checks."""
+    lineage = read_lineage(run)
+    return [
+        one_version_per_trajectory(run, lineage),
+        one_version_per_group(run),
+        prompts_accounted_for(run),
+        samples_match_steps(run),
+        pulls_match_publications(run),
+        versions_never_go_back(run),
+        staleness_bound(run),
+    ]
+
+
+def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
+    """All tokens of a trajectory come from one version: by its outcome, by the orders given and by the rollout's word."""
+    rows = trained_on(run)
+    wrong, confirmed = [], 0
+    for row in rows:
+        key = (int(row["attempt"]), int(row["trajectory"]))
+        version = int(row["version"])
+        versions = {version} | lineage.ordered.get(key, set()) | {lineage.finished.get(key, version)}
+        confirmed += key in lineage.ordered and key in lineage.finished
+        if version == schema.MISSING:
+            wrong.append(f"trajectory {key[1]} has no version")
+        elif len(versions) > 1:
+            wrong.append(f"trajectory {key[1]} has versions {_list(versions)}")
+    wrong += [
+        f"trajectory {id} ended {times} times" for (_, id), times in _repeats(run.table("trajectories"), "trajectory")
+    ]
+    for (_, trajectory), versions in _recorded_token_versions(run).items():
+        if len(versions) > 1:
+            wrong.append(f"the recorded tokens of trajectory {trajectory} are from versions {_list(versions)}")
+    figure = f"{len(rows):,} trained on; orders and answers on record agree for {confirmed:,}"
+    return _check("every trajectory comes from one weight version", wrong, figure)
+
+
+def one_version_per_group(run: Run) -> Check:
+    """All trained-on members of a group come from the version that its outcome names."""
+    outcomes = {(int(g["attempt"]), int(g["group"])): int(g["version"]) for g in _consumed_groups(run)}
+    members: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for row in trained_on(run):
+        members[int(row["attempt"]), int(row["group"])].add(int(row["version"]))
+    wrong = []
+    for key, versions in members.items():
+        if len(versions) > 1:
+            wrong.append(f"group {key[1]} has versions {_list(versions)}")
+        elif key in outcomes and {outcomes[key]} != versions:
+            wrong.append(f"group {key[1]} is recorded as version {outcomes[key]}, its members as {_list(versions)}")
+    return _check("every group comes from one weight version", wrong, f"{len(members):,} groups trained on")
+
+
+def prompts_accounted_for(run: Run) -> Check:
+    """Each prompt that was handed out is consumed once, or returned or discarded with a reason, or open at the end."""
+    groups = run.table("groups")
+    states = schema.TABLES["groups"].column("state").names
+    counts = Counter(states[state] for state in groups["state"])
+    wrong = [f"group {group} ended {times} times" for (_, group), times in _repeats(groups, "group")]
+    for row in groups:
+        state = states[row["state"]]
+        if state not in ("consumed", "discarded", "returned"):
+            wrong.append(f"group {row['group']} ended as {state}")
+        elif state != "consumed" and not row["reason"]:
+            wrong.append(f"group {row['group']} was {state} without a reason")
+    handed_out = _keys(run.table("hand_outs"), "group")
+    ended = _keys(groups, "group")
+    consumed = _keys(_consumed_groups(run), "group")
+    wrong += [f"group {group} was consumed and never handed out" for _, group in sorted(consumed - handed_out)]
+    wrong += [f"group {group} was handed out twice" for (_, group), _n in _repeats(run.table("hand_outs"), "group")]
+    orphans = _keys(trained_on(run), "group") - consumed
+    still_open = [f"group {group} (attempt {attempt}) is open" for attempt, group in sorted(handed_out - ended)]
+    if _ended_in_order(run):
+        wrong += [f"group {group} has trajectories that were trained on, but was not consumed" for _, group in orphans]
+        wrong += still_open
+        still_open = []
+    figure = (
+        f"{len(handed_out | ended):,} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
+    )
+    figure += f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open at the end"
+    return _check(
+        "every prompt handed out is consumed once, returned, or discarded with a reason", wrong, figure, still_open
+    )
+
+
+def samples_match_steps(run: Run) -> Check:
+    """A step trained on as many trajectories, with as many tokens, as were consumed for it."""
+    samples: Counter[tuple[int, int]] = Counter()
+    tokens: Counter[tuple[int, int]] = Counter()
+    for row in trained_on(run):
+        key = (int(row["attempt"]), int(row["step"]))
+        samples[key] += 1
+        tokens[key] += int(row["prompt_tokens"]) + int(row["response_tokens"])
+    wrong = []
+    rows = run.table("steps")
+    for row in rows:
+        key = (int(row["attempt"]), int(row["step"]))
+        step_tokens = int(row["prompt_tokens"]) + int(row["response_tokens"])
+        if (samples[key], tokens[key]) != (int(row["samples"]), step_tokens):
+            wrong.append(
+                f"step {key[1]} reports {row['samples']} trajectories and {step_tokens} tokens, "
+                f"{samples[key]} and {tokens[key]} were consumed for it"
+            )
+    return _check("every step trained on exactly what was consumed for it", wrong, f"{len(rows):,} steps")
+
+
+def pulls_match_publications(run: Run) -> Check:
+    """What a rollout holds after a pull is, bit for bit, what the trainers published as that version."""
+    rule = "every pull loaded what was published as that version"
+    publications = run.table("publications")
+    wrong = [
+        f"version {version} was published {n} times" for version, n in Counter(publications["version"]).items() if n > 1
+    ]
+    published = {int(row["version"]): int(row["digest"]) for row in publications}
+    still_open: list[str] = []
+    compared = 0
+    pulls = run.table("pulls")
+    for row in pulls:
+        version, digest = int(row["version"]), int(row["digest"])
+        who = f"rank {row['rank']} at {row['time_s']:.1f} s: version {version}"
+        if version not in published:
+            (wrong if run.closed else still_open).append(f"{who} has no publication on record")
+        elif digest and published[version]:
+            compared += 1
+            if digest != published[version]:
+                wrong.append(f"{who} has digest {digest:016x}, published was {published[version]:016x}")
+    if len(pulls) and not compared and not wrong:
+        return Check(rule, Result.NOT_RECORDED, f"{len(pulls):,} pulls, no digests on record", still_open[:DETAILS])
+    return _check(
+        rule, wrong, f"{compared:,} of {len(pulls):,} pulls compared, {len(published):,} versions", still_open
+    )
+
+
+def versions_never_go_back(run: Run) -> Check:
+    """A rollout's versions only rise or stay."""
+    wrong = []
+    pulls = run.table("pulls")
+    for rank in np.unique(pulls["rank"]):
+        versions = pulls["version"][pulls["rank"] == rank]
+        for before, after in pairwise(versions):
+            if after < before:
+                wrong.append(f"rank {rank} went from version {before} back to {after}")
+    figure = f"{len(pulls):,} pulls of {len(np.unique(pulls['rank'])):,} rollouts"
+    return _check("versions held by a rollout never go back", wrong, figure)
+
+
+def staleness_bound(run: Run) -> Check:
+    """At consumption no trajectory is staler than the mode allows."""
+    rows = trained_on(run)
+    staleness = rows["staleness_consumption"]
+    worst = int(staleness.max(initial=0))
+    mode = run.setting("mode")
+    if not mode:
+        return Check("the mode's staleness bound is kept", Result.NOT_RECORDED, f"largest {worst}, mode not on record")
+    bound = mode["staleness_bound"]
+    if bound is None:
+        figure = f"largest {worst} of {len(rows):,} trajectories"
+        return Check(f"staleness is measured (mode {mode['name']} sets no bound)", Result.HOLDS, figure)
+    wrong = [
+        f"trajectory {row['trajectory']} was {row['staleness_consumption']} versions old in step {row['step']}"
+        for row in rows[staleness > bound]
+    ]
+    figure = f"largest {worst} of {len(rows):,} trajectories"
+    return _check(f"staleness at consumption is at most {bound} (mode {mode['name']})", wrong, figure)
+
+
+def _check(rule: str, wrong: list[str], figure: str, still_open: list[str] | None = None) -> Check:
+    named = wrong or still_open or []
+    details = named[:DETAILS] + ([f"and {len(named) - DETAILS:,} more"] if len(named) > DETAILS else [])
+    if wrong:
+        figure += f"; {len(wrong):,} violations"
+    return Check(rule, Result.VIOLATED if wrong else Result.HOLDS, figure, details)
+
+
+def _ended_in_order(run: Run) -> bool:
+    """Whether nothing may be open: the job finished and the manager closed its record."""
+    return run.closed and run.status is not None and run.status.state == "finished"
+
+
+def _consumed_groups(run: Run) -> Rows:
+    table = schema.TABLES["groups"]
+    groups = run.table("groups")
+    consumed = groups["state"] == table.code("state", "consumed")
+    chosen: Rows = groups[consumed & (groups["purpose"] == table.code("purpose", "train"))]
+    return chosen
+
+
+def _keys(rows: Rows, column: str) -> set[tuple[int, int]]:
+    return {(int(row["attempt"]), int(row[column])) for row in rows}
+
+
+def _repeats(rows: Rows, column: str) -> list[tuple[tuple[int, int], int]]:
+    counts = Counter((int(row["attempt"]), int(row[column])) for row in rows)
+    return [(key, times) for key, times in counts.items() if times > 1]
+
+
+def _recorded_token_versions(run: Run) -> dict[tuple[int, int], set[int]]:
+    versions: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for block in run.tokens():
+        if block.version is not None:
+            versions[block.attempt, block.trajectory].add(block.version)
+    return versions
+
+
+def _list(versions: Iterable[int]) -> str:
+    return ", ".join(str(version) for version in sorted(versions))

@@ -1,0 +1,142 @@
+"""The report of a run: tables for the terminal, and one page with checks, figures and tables that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from io import BytesIO
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from laminar_hpc.errors import ConfigError, RecordError
+from laminar_hpc.record.reader import Run
+from laminar_hpc.record.status import was_killed
+
+from .checks import Check, Result, run_checks
+from .page import render
+from .series import steps
+from .tables import Table, all_tables, summary
+
+PLAIN_WIDTH = 120
+"""Columns of what is printed where no terminal says how wide it is."""
+
+PAGE = "report.html"
+
+DPI = 130
+
+
+def print_report(run: Run) -> None:
+    """Print how the run ended, the checks and all tables."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    console.print(f"{title(run)}: {ending(run)}", markup=False, highlight=False)
+    for name, value in summary(run):
+        console.print(f"  {name}: {value}", markup=False, highlight=False)
+    _print_checks(console, run_checks(run))
+    for table in all_tables(run):
+        _print_table(console, table)
+    if not len(steps(run)):
+        console.print("No step has been trained yet.")
+    for path, reason in run.unreadable:
+        console.print(f"Left out: {path}: {reason}", markup=False, highlight=False)
+
+
+def write_report(run: Run, out_dir: str | None = None) -> str:
+    """Write the page and its figures as PNG files into `out_dir` (default: `report` in the run directory); the page's path.
+
+    ConfigError where matplotlib is not installed; RecordError where the files cannot be written.
+    """
+    try:
+        from .figures import all_figures
+    except ImportError as error:
+        raise ConfigError(f"figures need matplotlib ({error}): pip install 'laminar_hpc[report]'") from error
+    folder = out_dir or os.path.join(run.run_dir, "report")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        pictures = []
+        for name, (figure_title, figure) in all_figures(run).items():
+            buffer = BytesIO()
+            figure.savefig(buffer, format="png", dpi=DPI)
+            _write(os.path.join(folder, f"{name}.png"), buffer.getvalue())
+            pictures.append((figure_title, base64.b64encode(buffer.getvalue()).decode()))
+        page = render(
+            title=title(run),
+            ending=ending(run),
+            state=state(run),
+            summary=summary(run),
+            checks=run_checks(run),
+            figures=pictures,
+            tables=all_tables(run),
+            unreadable=run.unreadable,
+            metadata=run.metadata,
+        )
+        path = os.path.join(folder, PAGE)
+        _write(path, page.encode())
+    except OSError as error:
+        raise RecordError(f"{folder}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def title(run: Run) -> str:
+    """Name and directory of the run."""
+    name = run.config.get("job", {}).get("name", "run")
+    return f"{name} ({os.path.basename(os.path.abspath(run.run_dir))})"
+
+
+def state(run: Run) -> str:
+    """How the run stands: a state of its status file, "killed", or "unknown" without a status file."""
+    if run.status is None:
+        return "unknown"
+    return "killed" if was_killed(run.status) else run.status.state
+
+
+def ending(run: Run) -> str:
+    """How the run stands or ended, in one sentence."""
+    status = run.status
+    if status is None:
+        return "no status file; its record " + ("was closed in order" if run.closed else "ends in mid-run")
+    seconds = (status.ended_s or status.updated_s) - status.started_s
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.started_s))
+    if was_killed(status):
+        return f"killed, without a word, at least {seconds:.0f} s after its start at {began}"
+    if not status.over:
+        return f"running, {seconds:.0f} s after its start at {began}: {status.reason}"
+    return f"{status.state} {seconds:.0f} s after its start at {began}: {status.reason}"
+
+
+def _write(path: str, data: bytes) -> None:
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.write(data)
+    os.rename(part, path)
+
+
+def _print_checks(console: Console, checks: list[Check]) -> None:
+    colours = {Result.HOLDS: "green", Result.VIOLATED: "bold red", Result.NOT_RECORDED: "yellow"}
+    table = RichTable(title="Checks", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for header in ("result", "rule", "on"):
+        table.add_column(header)
+    for check in checks:
+        table.add_row(Text(check.result.value, colours[check.result]), Text(check.rule), Text(check.figure))
+        for detail in check.details:
+            table.add_row("", Text(f"  {detail}"), "")
+    console.print()
+    console.print(table)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    shown = RichTable(title=Text(table.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for index, header in enumerate(table.header):
+        shown.add_column(
+            Text(header), justify="left" if index == 0 or header in ("reason", "what happened") else "right"
+        )
+    for row in table.rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    console.print()
+    console.print(shown)
+    if table.note:
+        console.print(Text(table.note, "dim"))

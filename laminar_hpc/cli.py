@@ -1,0 +1,119 @@
+"""The `laminar` command. Each subcommand is a few lines here; what it does lives on the floors below."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+
+from laminar_hpc import __version__
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError, LaminarError
+
+EXIT_BAD_INPUT = 2
+EXIT_FAILED = 1
+
+NEEDED_TO_RUN = {"mpi4py": "mpi", "xxhash": "mpi", "torch": "engines", "transformers": "engines", "tokenizers": "tasks"}
+"""Module and the extra of setup.py that brings it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one subcommand; bad input is one line on stderr and exit code 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        return code
+    except ConfigError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except LaminarError as error:
+        print(f"laminar: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="laminar", description="Asynchronous RL post-training as one Slurm/MPI job.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    run = commands.add_parser("run", help="train: start the job on this machine and follow it to its end")
+    run.add_argument("config", help="a TOML file; jobs/configs/ has examples")
+    _add_set(run)
+    run.add_argument(
+        "--dry-run", action="store_true", help="print the number of ranks and the mpiexec line, start nothing"
+    )
+    run.set_defaults(run=_run)
+
+    report = commands.add_parser("report", help="tables on the terminal, figures and an HTML page from a run's record")
+    report.add_argument("run_dir", help="a run directory; the run may still be going on")
+    report.add_argument("--out", help="where the page and figures go (default: RUN_DIR/report)")
+    report.set_defaults(run=_report)
+
+    model = commands.add_parser("model", help="make a small model to train")
+    models = model.add_subparsers(metavar="MODEL", required=True)
+    tiny = models.add_parser("tiny", help="a character-level model of a few 100,000 parameters, warm-started on a task")
+    tiny.add_argument("directory", help="a new directory")
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(run=_model_tiny)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        dest="overrides",
+        help="put a value over the config file's; may be given several times",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from laminar_hpc.launch.local import run
+    from laminar_hpc.launch.mpiexec import command_line
+
+    config = load_config(options.config, options.overrides)
+    check_run(config)
+    if options.dry_run:
+        print(f"{config.job.ranks} ranks")
+        print(shlex.join(command_line(config, config.run_dir)))
+        return 0
+    return run(config)
+
+
+def check_run(config: Config) -> None:
+    """Everything that can be wrong with a run and be seen before it starts; ConfigError for the first thing that is."""
+    from laminar_hpc.runtime.paths import check_new_run_dir
+    from laminar_hpc.tasks.build import check_task
+    from laminar_hpc.trainer.hf import check_model_directory
+
+    for module, extra in NEEDED_TO_RUN.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{module} is not installed; `laminar run` needs the extra: pip install 'laminar_hpc[{extra}]'"
+            )
+    check_new_run_dir(config.run_dir)
+    check_model_directory(config.model.path)
+    check_task(config)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from laminar_hpc.analysis.report import print_report, write_report
+    from laminar_hpc.record.reader import open_run
+
+    run = open_run(options.run_dir)
+    print_report(run)
+    print(f"report: {write_report(run, options.out)}")
+    return 0
+
+
+def _model_tiny(options: argparse.Namespace) -> int:
+    from laminar_hpc.trainer.tiny import make_tiny_model
+
+    make_tiny_model(options.directory, options.seed)
+    return 0

@@ -1,0 +1,42 @@
+"""The experience buffer: training groups whose trajectories have all finished, until a batch takes them.
+
+    (in flight) -> BUFFERED -> taken by a batch, or evicted with a reason
+
+Invariants: a group is in the buffer at most once, and leaves it at most once. Candidates keep the order in which they
+finished. After `evict`, and so after every publication and every arrival, no group is older than the eviction allows.
+"""
+
+from __future__ import annotations
+
+from laminar_hpc.policy.sampling import Candidate, Evicted, Eviction, Sampler
+
+
+class Buffer:
+    """Finished groups; what is taken and what is thrown away is decided by two policies."""
+
+    def __init__(self, sampler: Sampler, eviction: Eviction) -> None:
+        self._sampler = sampler
+        self._eviction = eviction
+        self._candidates: dict[int, Candidate] = {}
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def add(self, candidate: Candidate) -> None:
+        """A group has finished."""
+        assert candidate.group not in self._candidates, f"group {candidate.group} is in the buffer already"
+        self._candidates[candidate.group] = candidate
+
+    def take(self, count: int) -> list[int]:
+        """The groups of a step, no longer in the buffer; there must be at least `count`."""
+        groups = self._sampler.choose(self._candidates.values(), count)
+        for group in groups:
+            del self._candidates[group]
+        return groups
+
+    def evict(self, newest_published: int) -> list[Evicted]:
+        """The groups that have become too old, no longer in the buffer."""
+        evicted = self._eviction.evict(self._candidates.values(), newest_published)
+        for item in evicted:
+            del self._candidates[item.group]
+        return evicted

@@ -1,0 +1,313 @@
+"""The controller: every decision of a job, made from events alone.
+
+`handle` takes one event and the time, and returns the commands that follow from it. Nothing here knows a clock, a socket or
+a random number: the MPI job and the simulator drive the same object, and a recorded list of events gives the same commands.
+
+The job, as the controller sees it:
+
+    STARTING (trainers report) -> RUNNING (version 0 is announced) -> ENDED (`EndJob` is out; every further event is void)
+
+While it runs, four loops turn side by side:
+
+* rollouts load weights, are given work, finish trajectories                              dispatch.py
+* groups are handed out, finish, are buffered, taken, consumed                            experience.py
+* steps begin when the buffer has enough and the last version is published               training.py
+* versions are announced with each step, published, broadcast, held, released             versions.py
+
+Rules for messages: one from another incarnation than its sender's current one is dropped; one that repeats or comes late
+changes nothing; one that contradicts what its sender was told is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from laminar_hpc.control.dispatch import Dispatcher
+from laminar_hpc.control.experience import Experience
+from laminar_hpc.control.fleet import Member, Relay, Rollout, Trainer
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.control.settlement import Settlement
+from laminar_hpc.control.state import JobState
+from laminar_hpc.control.training import Training
+from laminar_hpc.control.waits import describe_waits
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.chain import chain_order
+from laminar_hpc.policy.roles import Role
+from laminar_hpc.policy.staleness import staleness
+from laminar_hpc.protocol.commands import Command, EndJob, Publish, Release
+from laminar_hpc.protocol.events import (
+    CameFromTool,
+    Event,
+    Finished,
+    Loaded,
+    Published,
+    RankEvent,
+    RankLost,
+    RelayHolds,
+    RelayReady,
+    RolloutReady,
+    StopRequested,
+    Streamed,
+    Trained,
+    TrainerReady,
+    WentToTool,
+    Woken,
+)
+from laminar_hpc.protocol.trajectory import State
+
+__all__ = ["Controller", "Settings"]
+
+Handler = Callable[[Any, Any, float], list[Command]]
+Ready = TrainerReady | RelayReady | RolloutReady
+
+READY_ROLES: dict[type[Event], Role] = {
+    TrainerReady: Role.TRAINER,
+    RelayReady: Role.RELAY,
+    RolloutReady: Role.ROLLOUT,
+}
+
+
+class Controller:
+    """Turns events into commands; one for each job and attempt."""
+
+    def __init__(self, settings: Settings) -> None:
+        """A job that has not started; ConfigError where a setting names something that does not exist."""
+        self.settings = settings
+        self.outcome: str | None = None
+        """How the job ended (None: it has not)."""
+        self._state = JobState(settings)
+        self._training = Training(settings)
+        self._dispatcher = Dispatcher(self._state)
+        self._experience = Experience(self._state, self._training)
+        self._handlers: dict[type[Event], tuple[Role, Handler]] = {
+            Published: (Role.TRAINER, self._published),
+            Trained: (Role.TRAINER, self._trained),
+            RelayHolds: (Role.RELAY, self._relay_holds),
+            Loaded: (Role.ROLLOUT, self._loaded),
+            Streamed: (Role.ROLLOUT, self._streamed),
+            Finished: (Role.ROLLOUT, self._finished),
+            WentToTool: (Role.ROLLOUT, self._went_to_tool),
+            CameFromTool: (Role.ROLLOUT, self._came_from_tool),
+        }
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What follows from `event`, which became known at `now` (seconds; never less than at the call before)."""
+        if self.outcome is not None:
+            return []
+        if isinstance(event, RankEvent):
+            commands = self._from_rank(event, now)
+        elif isinstance(event, StopRequested):
+            return self._end("stopped", event.reason, now)
+        elif isinstance(event, Woken):
+            commands = []
+        else:
+            raise ProtocolError(f"the controller knows no event {type(event).__name__}")
+        if self.outcome is None:
+            commands += self._advance(now)
+        return commands
+
+    def _from_rank(self, event: RankEvent, now: float) -> list[Command]:
+        if isinstance(event, Ready):
+            return self._ready(event, now)
+        member = self._state.fleet.members.get(event.rank)
+        if member is None:
+            if isinstance(event, RankLost):
+                return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
+            raise ProtocolError(f"{_describe(event)} came from a rank that has never reported")
+        if event.incarnation != member.incarnation or not member.alive:
+            return []
+        if isinstance(event, RankLost):
+            return self._lost(event, member, now)
+        role, handler = self._handlers[type(event)]
+        if member.role is not role:
+            raise ProtocolError(f"{_describe(event)} came from a {member.role.value}, only a {role.value} sends it")
+        return handler(event, member, now)
+
+    def _advance(self, now: float) -> list[Command]:
+        """What has become possible, whatever the event was."""
+        commands = self._experience.begin_step(now)
+        if self._state.work_has_appeared:
+            commands += self._dispatcher.consider_all(now)
+        state = self._state
+        if self._training.steps_done == self.settings.steps and state.versions.settled and not state.rounds.open_rounds:
+            steps = self.settings.steps
+            commands += self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
+        return commands
+
+    def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
+        self.outcome = outcome
+        settlement = Settlement(self._state, now)
+        for group in list(self._state.ledger.groups.values()):
+            settlement.group(group, State.RETURNED, f"the job has {outcome}: {reason}")
+        return [*settlement.commands(f"the job has {outcome}"), EndJob(reason, outcome)]
+
+    # --- ranks come and go ------------------------------------------------------------------------------------------
+
+    def _ready(self, event: Ready, now: float) -> list[Command]:
+        role = READY_ROLES[type(event)]
+        member = self._state.fleet.members.get(event.rank)
+        if member is not None and member.role is not role:
+            raise ProtocolError(f"{_describe(event)} came from a {member.role.value}")
+        if member is not None and event.incarnation <= member.incarnation:
+            return []
+        if isinstance(event, RolloutReady):
+            return self._rollout_ready(event, now)
+        if member is not None:
+            return self._end("failed", f"{role.value} rank {event.rank} was started again, its state is lost", now)
+        if isinstance(event, TrainerReady):
+            return self._trainer_ready(event)
+        self._state.fleet.add_relay(event)
+        return self._broadcasts()
+
+    def _trainer_ready(self, event: TrainerReady) -> list[Command]:
+        fleet = self._state.fleet
+        fleet.add_trainer(event)
+        if not fleet.all_trainers:
+            return []
+        version = self._state.versions.announce(0)
+        return [Publish(f"all {len(fleet.trainers)} trainers hold the checkpoint", version.id, 0)]
+
+    def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
+        known = self._state.fleet.rollouts.get(event.rank)
+        commands = self._dispatcher.lost(known, now) if known is not None and known.alive else []
+        rollout = self._state.fleet.add_rollout(event)
+        self._state.work_has_appeared = True
+        return commands + self._dispatcher.consider(rollout, now)
+
+    def _lost(self, event: RankLost, member: Member, now: float) -> list[Command]:
+        if isinstance(member, Rollout):
+            return self._dispatcher.lost(member, now)
+        return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def _published(self, event: Published, member: Trainer, now: float) -> list[Command]:
+        state = self._state
+        if not state.versions.publish(event.version, member.rank, event.first_chunk, event.digests):
+            return []
+        if self.settings.evaluates(state.versions[event.version].step):
+            state.rounds.open(event.version, self.settings.evaluated_prompts)
+        state.work_has_appeared = True
+        return self._broadcasts() + self._experience.evict(now)
+
+    def _broadcasts(self) -> list[Command]:
+        fleet = self._state.fleet
+        if not fleet.all_relays:
+            return []
+        return [*self._state.versions.broadcasts(chain_order(fleet.relays))]
+
+    def _relay_holds(self, event: RelayHolds, relay: Relay, now: float) -> list[Command]:
+        state = self._state
+        if event.version not in state.versions or not state.versions[event.version].broadcast:
+            raise ProtocolError(f"{_describe(event)} names version {event.version}, which was never broadcast")
+        commands: list[Command] = []
+        version = state.versions[event.version]
+        if relay.rank == chain_order(state.fleet.relays)[0] and not version.released:
+            version.released = True
+            commands.append(Release(f"the master relay, rank {relay.rank}, holds it", version.id))
+        if relay.version is None or version.id > relay.version:
+            relay.version = version.id
+            for rollout in state.fleet.under_relay(relay.rank):
+                commands += self._dispatcher.consider(rollout, now)
+        return commands
+
+    def _loaded(self, event: Loaded, rollout: Rollout, now: float) -> list[Command]:
+        if rollout.loading is None or (rollout.version is not None and event.version <= rollout.version):
+            return []
+        versions = self._state.versions
+        if event.version < rollout.loading or event.version not in versions or not versions[event.version].broadcast:
+            raise ProtocolError(
+                f"{_describe(event)} names version {event.version}, where {rollout.loading} or a newer one was due"
+            )
+        self._state.fleet.finish_loading(rollout, event.version)
+        self._state.work_has_appeared |= self._dispatcher.refreshes_together
+        return self._dispatcher.consider(rollout, now)
+
+    # --- trajectories and steps -------------------------------------------------------------------------------------
+
+    def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+        self._state.pool.stream(event.progress, rollout.rank)
+        return []
+
+    def _went_to_tool(self, event: WentToTool, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+        self._state.pool.go_to_tool(event.trajectory, rollout.rank)
+        return []
+
+    def _came_from_tool(self, event: CameFromTool, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+        self._state.pool.come_from_tool(event.trajectory, rollout.rank)
+        return []
+
+    def _finished(self, event: Finished, rollout: Rollout, now: float) -> list[Command]:
+        state = self._state
+        trajectory = state.pool.owned(event.trajectory, rollout.rank)
+        if trajectory is None:
+            return []
+        if event.version != trajectory.version:
+            raise ProtocolError(
+                f"{_describe(event)} for trajectory {event.trajectory} names version {event.version}, "
+                f"it was begun under {trajectory.version}"
+            )
+        newest = state.versions.newest_published
+        assert newest is not None, "a rollout holds weights before any version was published"
+        state.fleet.release(rollout, trajectory.id)
+        state.pool.finish(trajectory, event, staleness(trajectory.version, newest), now)
+        return self._experience.finished(trajectory, now) + self._dispatcher.consider(rollout, now)
+
+    def _trained(self, event: Trained, trainer: Trainer, now: float) -> list[Command]:
+        if not self._training.note(event, trainer.index):
+            return []
+        return self._experience.complete_step(now)
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """Whether every rank has reported and the first version is published."""
+        fleet = self._state.fleet
+        return fleet.all_trainers and fleet.all_relays and fleet.all_rollouts and self.newest_version is not None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._training.steps_done
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version that all trainers hold (None: none yet)."""
+        return self._state.versions.newest_published
+
+    @property
+    def groups_in_buffer(self) -> int:
+        """Finished groups that no batch has taken."""
+        return len(self._state.buffer)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Training groups handed out and not finished."""
+        return self._state.ledger.open_groups - len(self._state.buffer)
+
+    @property
+    def trajectories_in_flight(self) -> int:
+        """Trajectories generated now, evaluation included."""
+        return self._state.pool.in_flight
+
+    @property
+    def rollouts_busy(self) -> int:
+        """Rollouts that have trajectories."""
+        return self._state.fleet.busy_rollouts
+
+    @property
+    def rollouts_alive(self) -> int:
+        """Rollouts that have reported and are not lost."""
+        return self._state.fleet.alive_rollouts
+
+    def waits(self) -> list[str]:
+        """Who waits for whom, a line each."""
+        return describe_waits(self._state, self._training)
+
+
+def _describe(event: RankEvent) -> str:
+    what = getattr(event, "trajectory", getattr(event, "version", getattr(event, "step", "")))
+    id = f" {what}" if what != "" else ""
+    return f"{type(event).__name__}{id} from rank {event.rank}, incarnation {event.incarnation},"

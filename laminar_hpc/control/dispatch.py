@@ -1,0 +1,253 @@
+"""Who generates what: weights and work for rollouts, and what becomes of a lost rollout's work.
+
+Work comes in units, and a rollout is given them in this order:
+
+1. a trajectory of its version that has lost its owner, also while the rollout is in the middle of a batch;
+2. an evaluation prompt, if the round may be answered by its version;
+3. a group that has to start over, since nobody holds the version it was begun under;
+4. a fresh group, if admission allows.
+
+Fresh work (2 to 4) is given where rollouts refresh alone only to a rollout that has nothing to do, and then as much as it
+has room for; where they refresh together, whenever there is room, once all of them hold the newest version. A rollout with
+nothing to do takes newer weights before fresh groups, but after evaluation prompts: so a round, once begun, ends.
+
+Invariant: a trajectory without owner waits only while rollouts that hold its version exist and are all full. When the last
+one is lost, its group, finished members included, starts over; so does an evaluation round.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from laminar_hpc.control.fleet import Rollout
+from laminar_hpc.control.pool import Owner
+from laminar_hpc.control.prompts import Group
+from laminar_hpc.control.settlement import Settlement
+from laminar_hpc.control.state import JobState
+from laminar_hpc.policy.admission import room
+from laminar_hpc.policy.modes import Refresh
+from laminar_hpc.protocol.commands import Command, Generate, Pull
+from laminar_hpc.protocol.trajectory import Purpose, TrajectorySpec
+
+
+class Portion(msgspec.Struct, eq=False):
+    """What one rollout is given at once."""
+
+    rollout: Rollout
+    version: int
+    fresh: bool
+    trajectories: list[TrajectorySpec] = []
+    taken_over: int = 0
+    evaluation: int = 0
+    groups: int = 0
+
+    def command(self) -> Generate:
+        """The command that hands the portion over."""
+        parts = ((self.groups, "groups"), (self.evaluation, "evaluation prompts"), (self.taken_over, "taken over"))
+        reason = ", ".join(f"{count} {what}" for count, what in parts if count)
+        rollout = self.rollout
+        return Generate(reason, rollout.rank, rollout.incarnation, self.version, self.trajectories)
+
+
+class Dispatcher:
+    """Hands out work and weights."""
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+        self._alone = state.mode.refresh is Refresh.OWN_BOUNDARY
+        self._restarts: deque[Group] = deque()
+        self._together: int | None = None
+
+    @property
+    def refreshes_together(self) -> bool:
+        """Whether work may depend on what all rollouts hold, and not only on the one that is asked for."""
+        return not self._alone
+
+    # --- work and weights -------------------------------------------------------------------------------------------
+
+    def consider(self, rollout: Rollout, now: float) -> list[Command]:
+        """Weights or work for one rollout whose situation has changed."""
+        if not rollout.alive or rollout.loading is not None:
+            return []
+        if rollout.trajectories and not self._may_add(rollout):
+            return []
+        return self._refresh(rollout) or self._give([rollout], now)
+
+    def _may_add(self, rollout: Rollout) -> bool:
+        """Whether there can be anything for a rollout that is in the middle of its work."""
+        if self._state.pool.has_orphans(rollout.version):
+            return True
+        return rollout.version == self._together and self._has_fresh_work()
+
+    def consider_all(self, now: float) -> list[Command]:
+        """Work for the rollouts that can take fresh work, after some has appeared."""
+        self._state.work_has_appeared = False
+        if not self._alone:
+            return self._consider_together(now)
+        commands: list[Command] = []
+        for rollout in list(self._state.fleet.idle.values()):
+            if not self._has_fresh_work():
+                break
+            commands += self._give([rollout], now)
+        return commands
+
+    def _consider_together(self, now: float) -> list[Command]:
+        fleet, newest = self._state.fleet, self._state.versions.newest_published
+        if newest is not None and newest != self._together and fleet.all_rollouts and fleet.together(newest):
+            self._together = newest
+        if self._together is None or not self._has_fresh_work():
+            return []
+        return self._give(fleet.holders(self._together), now)
+
+    def _has_fresh_work(self) -> bool:
+        rounds = self._state.rounds
+        evaluation = rounds.handing_out if self._together is None else rounds.drawable(self._together)
+        return bool(self._restarts) or evaluation is not None or self._room() > 0
+
+    def _room(self) -> int:
+        state, settings = self._state, self._state.settings
+        held = None if self._together is None else state.versions[self._together].step
+        return room(
+            state.mode,
+            steps=settings.steps,
+            prompts=settings.prompts,
+            ahead=settings.ahead,
+            kept=state.ledger.kept,
+            open_groups=state.ledger.open_groups,
+            step_held=held,
+        )
+
+    def _refresh(self, rollout: Rollout) -> list[Command]:
+        """The command to load newer weights, if there are any and nothing holds the rollout to its own."""
+        state, version = self._state, rollout.version
+        if rollout.trajectories:
+            return []
+        newer = state.fleet.newer_at_relay(rollout)
+        if newer is None:
+            return []
+        if version is not None and (state.pool.has_orphans(version) or self._evaluates(version)):
+            return []
+        state.fleet.start_loading(rollout, newer)
+        held = "no weights" if version is None else f"version {version}"
+        reason = f"nothing in progress, holds {held}, relay {rollout.relay} holds {newer}"
+        return [Pull(reason, rollout.rank, rollout.incarnation, newer)]
+
+    def _evaluates(self, version: int) -> bool:
+        return self._state.rounds.drawable(version) is not None and (self._alone or version == self._together)
+
+    # --- units of work ----------------------------------------------------------------------------------------------
+
+    def _give(self, rollouts: Sequence[Rollout], now: float) -> list[Command]:
+        """Hand work to these rollouts, unit by unit to the one with the fewest trajectories, until none is left."""
+        portions: dict[int, Portion] = {}
+        loads = []
+        for rollout in rollouts:
+            if rollout.version is None:
+                continue
+            fresh = not rollout.trajectories if self._alone else rollout.version == self._together
+            portions[rollout.rank] = Portion(rollout, rollout.version, fresh)
+            loads.append((len(rollout.trajectories), rollout.rank))
+        heapq.heapify(loads)
+        while loads:
+            portion = portions[loads[0][1]]
+            if self._add_unit(portion, now):
+                heapq.heapreplace(loads, (len(portion.rollout.trajectories), portion.rollout.rank))
+            else:
+                heapq.heappop(loads)
+        return [portion.command() for portion in portions.values() if portion.trajectories]
+
+    def _add_unit(self, portion: Portion, now: float) -> bool:
+        """Give one more unit to the portion's rollout; False where it has no room or there is nothing for it."""
+        rollout = portion.rollout
+        if rollout.free > 0 and self._add_orphan(portion):
+            return True
+        if not portion.fresh:
+            return False
+        if rollout.free > 0 and self._add_evaluation(portion, now):
+            return True
+        if rollout.trajectories and rollout.free < self._state.settings.group_size:
+            return False
+        return self._add_group(portion, now)
+
+    def _add_orphan(self, portion: Portion) -> bool:
+        rollout = portion.rollout
+        trajectory = self._state.pool.adopt(portion.version, Owner(rollout.rank, rollout.incarnation))
+        if trajectory is None:
+            return False
+        self._state.fleet.assign(rollout, trajectory.id)
+        portion.trajectories.append(trajectory.spec)
+        portion.taken_over += 1
+        return True
+
+    def _add_evaluation(self, portion: Portion, now: float) -> bool:
+        state = self._state
+        one = state.rounds.drawable(portion.version)
+        if one is None:
+            return False
+        prompt = state.rounds.draw(one, portion.version)
+        if prompt in one.groups:
+            group = state.ledger.groups[one.groups[prompt]]
+        else:
+            group = state.ledger.draw_evaluation(prompt, now)
+            state.rounds.note_group(one, prompt, group.id)
+        self._begin(group, 1, portion, now)
+        portion.evaluation += 1
+        if not one.pending and state.rounds.handing_out is not None:
+            state.work_has_appeared = True
+        return True
+
+    def _add_group(self, portion: Portion, now: float) -> bool:
+        if self._restarts:
+            group = self._restarts.popleft()
+        elif self._room() > 0:
+            group = self._state.ledger.draw_training(now)
+        else:
+            return False
+        self._begin(group, self._state.settings.group_size, portion, now)
+        portion.groups += 1
+        return True
+
+    def _begin(self, group: Group, size: int, portion: Portion, now: float) -> None:
+        """Begin all trajectories of a group at the portion's rollout."""
+        state, rollout = self._state, portion.rollout
+        owner = Owner(rollout.rank, rollout.incarnation)
+        group.version = portion.version
+        group.unfinished = size
+        for sample in range(size):
+            seed = state.ledger.noise_seed(group, sample)
+            trajectory = state.pool.begin(group, sample, seed, portion.version, owner, now)
+            group.members.append(trajectory.id)
+            state.fleet.assign(rollout, trajectory.id)
+            portion.trajectories.append(trajectory.spec)
+
+    # --- losses -----------------------------------------------------------------------------------------------------
+
+    def lost(self, rollout: Rollout, now: float) -> list[Command]:
+        """The rollout's incarnation is over: others of its version go on with its work, or the work starts over."""
+        state, version = self._state, rollout.version
+        state.pool.orphan(state.fleet.lose(rollout))
+        state.work_has_appeared = True
+        if version is None:
+            return []
+        holders = state.fleet.holders(version)
+        if holders:
+            return self._give(holders, now)
+        return self._start_over(version, f"rollout {rollout.rank} was the last that held version {version}", now)
+
+    def _start_over(self, version: int, why: str, now: float) -> list[Command]:
+        state = self._state
+        settlement = Settlement(state, now)
+        abandoned = state.pool.abandon(version)
+        for number in dict.fromkeys(one.group for one in abandoned if one.purpose is Purpose.TRAIN):
+            group = state.ledger.groups[number]
+            settlement.start_over(group, why)
+            self._restarts.append(group)
+        for one in state.rounds.bound_to(version):
+            for number in one.groups.values():
+                settlement.start_over(state.ledger.groups[number], why)
+            state.rounds.start_over(one)
+        return [*settlement.commands(why)]

@@ -1,0 +1,153 @@
+"""From finished trajectories to training steps and evaluation reports.
+
+A training group is complete when none of its trajectories is generated any more. One whose grading failed has been dropped
+by then; with at least two left the group goes into the buffer, otherwise it is discarded and makes room for a replacement.
+A step begins when the trainers have nothing to do, the version of the step before is published, and the buffer has enough
+groups; its groups are taken then, and consumed when it is done.
+"""
+
+from __future__ import annotations
+
+import math
+
+from laminar_hpc.control.evaluation import Round
+from laminar_hpc.control.pool import Trajectory
+from laminar_hpc.control.prompts import Group
+from laminar_hpc.control.settlement import Settlement
+from laminar_hpc.control.state import JobState
+from laminar_hpc.control.training import BatchGroup, Training
+from laminar_hpc.policy.sampling import Candidate
+from laminar_hpc.policy.staleness import staleness
+from laminar_hpc.protocol.commands import Command, Publish, ReportEvaluation
+from laminar_hpc.protocol.trajectory import Purpose, State, Verdict
+
+SMALLEST_GROUP = 2
+"""Graded responses that a group needs: with fewer, none has an advantage over another."""
+
+FULL_REWARD = 1.0
+
+
+class Experience:
+    """Collects what has finished, forms batches and closes steps and evaluation rounds."""
+
+    def __init__(self, state: JobState, training: Training) -> None:
+        self._state = state
+        self._training = training
+
+    # --- finished trajectories --------------------------------------------------------------------------------------
+
+    def finished(self, trajectory: Trajectory, now: float) -> list[Command]:
+        """A trajectory has finished and was graded, or could not be."""
+        group = self._state.ledger.groups[trajectory.group]
+        group.unfinished -= 1
+        if trajectory.purpose is Purpose.EVALUATION:
+            complete = self._state.rounds.finish(group.id)
+            return [] if complete is None else self._report(complete, now)
+        commands: list[Command] = []
+        if trajectory.verdict is not Verdict.GRADED:
+            settlement = Settlement(self._state, now)
+            group.members.remove(trajectory.id)
+            settlement.trajectory(trajectory.id, State.DISCARDED, _failure(trajectory))
+            commands += settlement.commands("grading failed")
+        if group.unfinished == 0:
+            commands += self._complete(group, now)
+        return commands
+
+    def _complete(self, group: Group, now: float) -> list[Command]:
+        graded = len(group.members)
+        if graded < SMALLEST_GROUP:
+            reason = f"{graded} of {self._state.settings.group_size} responses graded, at least {SMALLEST_GROUP} needed"
+            settlement = Settlement(self._state, now)
+            settlement.group(group, State.DISCARDED, reason)
+            self._state.work_has_appeared = True
+            return [*settlement.commands(reason)]
+        assert group.version is not None, f"group {group.id} has finished under no version"
+        self._state.buffer.add(Candidate(group.id, group.version, now))
+        return self.evict(now)
+
+    def evict(self, now: float) -> list[Command]:
+        """Throw away what has become too old, after a publication or an arrival."""
+        state = self._state
+        newest = state.versions.newest_published
+        assert newest is not None, "a trajectory has finished before any version was published"
+        evicted = state.buffer.evict(newest)
+        settlement = Settlement(state, now)
+        for item in evicted:
+            group = state.ledger.groups[item.group]
+            assert group.version is not None, f"group {group.id} was in the buffer without a version"
+            age = staleness(group.version, newest)
+            settlement.group(group, State.DISCARDED, item.reason, staleness=age)
+            state.work_has_appeared = True
+        return [*settlement.commands(f"{len(evicted)} groups in the buffer have become too old")]
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, now: float) -> list[Command]:
+        """The commands for the next step, if it can begin."""
+        state, settings = self._state, self._state.settings
+        if len(state.buffer) < settings.prompts or self._training.current is not None:
+            return []
+        if not state.versions.settled or self._training.steps_done == settings.steps:
+            return []
+        batch = [self._take(number) for number in state.buffer.take(settings.prompts)]
+        step = self._training.steps_done + 1
+        version = state.versions.announce(step).id
+        state.work_has_appeared = True
+        trains = self._training.begin(batch, version, now)
+        return [*trains, Publish(f"the weights after step {step}", version, step)]
+
+    def _take(self, number: int) -> BatchGroup:
+        state = self._state
+        group, newest = state.ledger.groups[number], state.versions.newest_published
+        assert group.version is not None, f"group {number} was in the buffer without a version"
+        assert newest is not None, "a batch forms before any version was published"
+        state.ledger.take(group)
+        members = [state.pool.trajectories[id] for id in group.members]
+        return BatchGroup(group, members, staleness(group.version, newest))
+
+    def complete_step(self, now: float) -> list[Command]:
+        """The step in training is done: its report, and its groups as consumed."""
+        step, report = self._training.complete(now)
+        settlement = Settlement(self._state, now)
+        reason = f"trained on in step {step.number}"
+        for item in step.groups:
+            settlement.group(item.group, State.CONSUMED, reason, staleness=item.staleness, step=step.number)
+        return [report, *settlement.commands(reason)]
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def _report(self, one: Round, now: float) -> list[Command]:
+        state = self._state
+        assert one.answered_by is not None, "a round is complete that nobody has begun"
+        version, step = one.answered_by, state.versions[one.answered_by].step
+        reason = f"evaluation of version {version}"
+        settlement = Settlement(state, now)
+        graded: list[Trajectory] = []
+        tokens = 0
+        for number in one.groups.values():
+            group = state.ledger.groups[number]
+            trajectory = state.pool.trajectories[group.members[0]]
+            tokens += trajectory.tokens
+            if trajectory.verdict is Verdict.GRADED:
+                graded.append(trajectory)
+                settlement.group(group, State.CONSUMED, reason, step=step)
+            else:
+                settlement.group(group, State.DISCARDED, _failure(trajectory))
+        count = max(1, len(graded))
+        report = ReportEvaluation(
+            f"all {one.prompts} held-out prompts are answered, opened for version {one.version}",
+            version=version,
+            step=step,
+            prompts=one.prompts,
+            graded=len(graded),
+            accuracy=sum(trajectory.reward >= FULL_REWARD for trajectory in graded) / count,
+            reward_mean=math.fsum(trajectory.reward for trajectory in graded) / count,
+            response_tokens=tokens,
+        )
+        return [report, *settlement.commands(reason)]
+
+
+def _failure(trajectory: Trajectory) -> str:
+    if trajectory.verdict is Verdict.DEADLINE:
+        return "grading exceeded its deadline"
+    return "grading raised an error"

@@ -1,0 +1,195 @@
+"""The ranks: which incarnation of each is current, which weights it holds, what it does.
+
+A rollout:
+
+    EMPTY (no weights) -> LOADING -> HOLDING version v, idle or with trajectories -> (idle only) LOADING -> ...
+    any -> LOST -> EMPTY in a higher incarnation
+
+Invariants: only the current incarnation of a rank is listened to, and incarnations only rise. A rollout's version never
+falls within an incarnation. It loads only while it has no trajectory. `holders(v)` are the rollouts that hold v and are
+not loading another version; `idle` are those that hold weights, load nothing and have no trajectory.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.roles import Role
+from laminar_hpc.protocol.events import RelayReady, RolloutReady, TrainerReady
+
+
+class Member(msgspec.Struct, eq=False):
+    """A rank in its current incarnation, or, where it is not `alive`, in its last one."""
+
+    rank: int
+    incarnation: int
+    role: Role
+    alive: bool = True
+
+
+class Trainer(Member, eq=False, kw_only=True):
+    """A trainer; `index` is its place among the trainers."""
+
+    index: int
+
+
+class Relay(Member, eq=False, kw_only=True):
+    """A relay and the newest version it holds complete."""
+
+    node: str
+    version: int | None = None
+
+
+class Rollout(Member, eq=False, kw_only=True):
+    """A rollout: the version it holds, the one it was asked to load, the trajectories it owns in order of assignment."""
+
+    node: str
+    relay: int
+    concurrency: int
+    version: int | None = None
+    loading: int | None = None
+    trajectories: dict[int, None] = {}
+
+    @property
+    def free(self) -> int:
+        """Trajectories it has room for."""
+        return self.concurrency - len(self.trajectories)
+
+
+class Fleet:
+    """All ranks that have reported, with indexes so that no event looks at all of them."""
+
+    def __init__(self, trainers: int, relays: int, rollouts: int) -> None:
+        self._expected = {Role.TRAINER: trainers, Role.RELAY: relays, Role.ROLLOUT: rollouts}
+        self.members: dict[int, Member] = {}
+        self.trainers: dict[int, Trainer] = {}
+        self.relays: dict[int, Relay] = {}
+        self.rollouts: dict[int, Rollout] = {}
+        self.idle: dict[int, Rollout] = {}
+        self.alive_rollouts = 0
+        self.busy_rollouts = 0
+        self._holders: dict[int, dict[int, Rollout]] = {}
+        self._under_relay: dict[int, dict[int, Rollout]] = {}
+
+    @property
+    def all_trainers(self) -> bool:
+        """Whether every trainer has reported."""
+        return len(self.trainers) == self._expected[Role.TRAINER]
+
+    @property
+    def all_relays(self) -> bool:
+        """Whether every relay has reported."""
+        return len(self.relays) == self._expected[Role.RELAY]
+
+    @property
+    def all_rollouts(self) -> bool:
+        """Whether every rollout has reported at least once; it may be lost since."""
+        return len(self.rollouts) >= self._expected[Role.ROLLOUT]
+
+    def missing(self, role: Role) -> int:
+        """How many ranks of this role have never reported."""
+        known = {Role.TRAINER: len(self.trainers), Role.RELAY: len(self.relays), Role.ROLLOUT: len(self.rollouts)}
+        return max(0, self._expected[role] - known[role])
+
+    def add_trainer(self, event: TrainerReady) -> None:
+        """A trainer has reported for the first time."""
+        taken = any(trainer.index == event.trainer for trainer in self.trainers.values())
+        if taken or not 0 <= event.trainer < self._expected[Role.TRAINER]:
+            raise ProtocolError(
+                f"rank {event.rank} reports as trainer {event.trainer} of {self._expected[Role.TRAINER]}: "
+                f"{'that one has reported already' if taken else 'there is no such trainer'}"
+            )
+        trainer = Trainer(event.rank, event.incarnation, Role.TRAINER, index=event.trainer)
+        self.members[event.rank] = self.trainers[event.rank] = trainer
+
+    def add_relay(self, event: RelayReady) -> None:
+        """A relay has reported for the first time."""
+        if self.all_relays:
+            raise ProtocolError(f"rank {event.rank} reports as a relay, but all {len(self.relays)} have reported")
+        relay = Relay(event.rank, event.incarnation, Role.RELAY, node=event.node)
+        self.members[event.rank] = self.relays[event.rank] = relay
+
+    def add_rollout(self, event: RolloutReady) -> Rollout:
+        """A rollout has reported, for the first time or in a new incarnation after `lose`; it holds no weights."""
+        rollout = Rollout(
+            event.rank,
+            event.incarnation,
+            Role.ROLLOUT,
+            node=event.node,
+            relay=event.relay,
+            concurrency=event.concurrency,
+        )
+        known = self.rollouts.get(event.rank)
+        if known is not None:
+            self._under_relay[known.relay].pop(event.rank)
+        self.members[event.rank] = self.rollouts[event.rank] = rollout
+        self._under_relay.setdefault(event.relay, {})[event.rank] = rollout
+        self.alive_rollouts += 1
+        return rollout
+
+    def holders(self, version: int) -> list[Rollout]:
+        """The rollouts that hold this version and load no other."""
+        return list(self._holders.get(version, {}).values())
+
+    def together(self, version: int) -> bool:
+        """Whether this is the version of every rollout that is alive, and there is one."""
+        return self.alive_rollouts > 0 and len(self._holders.get(version, ())) == self.alive_rollouts
+
+    def under_relay(self, relay: int) -> list[Rollout]:
+        """The rollouts that pull from this relay."""
+        return list(self._under_relay.get(relay, {}).values())
+
+    def newer_at_relay(self, rollout: Rollout) -> int | None:
+        """The version at the rollout's relay, if it is newer than the rollout's own."""
+        relay = self.relays.get(rollout.relay)
+        if relay is None or relay.version is None:
+            return None
+        return relay.version if rollout.version is None or relay.version > rollout.version else None
+
+    def start_loading(self, rollout: Rollout, version: int) -> None:
+        """The rollout was asked to load `version` or a newer one."""
+        assert not rollout.trajectories, f"rollout {rollout.rank} has {len(rollout.trajectories)} trajectories"
+        self._leave_version(rollout)
+        rollout.loading = version
+
+    def finish_loading(self, rollout: Rollout, version: int) -> None:
+        """The rollout holds `version` now."""
+        rollout.loading = None
+        rollout.version = version
+        self._holders.setdefault(version, {})[rollout.rank] = rollout
+        self.idle[rollout.rank] = rollout
+
+    def assign(self, rollout: Rollout, trajectory: int) -> None:
+        """The rollout owns one trajectory more."""
+        if not rollout.trajectories:
+            self.busy_rollouts += 1
+            self.idle.pop(rollout.rank)
+        rollout.trajectories[trajectory] = None
+
+    def release(self, rollout: Rollout, trajectory: int) -> None:
+        """The rollout owns one trajectory less."""
+        del rollout.trajectories[trajectory]
+        if not rollout.trajectories:
+            self.busy_rollouts -= 1
+            self.idle[rollout.rank] = rollout
+
+    def lose(self, rollout: Rollout) -> list[int]:
+        """The rollout's incarnation is over; these are the trajectories it had."""
+        orphans = list(rollout.trajectories)
+        if orphans:
+            self.busy_rollouts -= 1
+        self.alive_rollouts -= 1
+        self._leave_version(rollout)
+        rollout.alive = False
+        rollout.version = rollout.loading = None
+        rollout.trajectories = {}
+        return orphans
+
+    def _leave_version(self, rollout: Rollout) -> None:
+        self.idle.pop(rollout.rank, None)
+        if rollout.version is not None and rollout.loading is None:
+            holders = self._holders[rollout.version]
+            del holders[rollout.rank]
+            if not holders:
+                del self._holders[rollout.version]

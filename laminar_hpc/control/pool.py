@@ -1,0 +1,176 @@
+"""The partial-response pool: every trajectory that has begun and is not settled yet, without its tokens.
+
+    GENERATING <-> AT_TOOL          owned by one rollout in one incarnation
+    GENERATING, AT_TOOL -> WAITING  the owner is lost; what it streamed is kept
+    WAITING -> GENERATING           another rollout of the same version has taken it over
+    GENERATING, AT_TOOL -> FINISHED no owner any more; it waits for its group, then for a batch
+
+Invariants: a trajectory has an owner exactly while it is GENERATING or AT_TOOL, and one only. Its version never changes, so
+all its tokens come from one. Its streamed tokens never become fewer. Ids are consecutive and never used again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from laminar_hpc.control.prompts import Group
+from laminar_hpc.protocol.events import Finished, Progress
+from laminar_hpc.protocol.trajectory import Purpose, Segment, Source, State, Stop, TrajectorySpec, Verdict
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """A rollout rank in one of its incarnations."""
+
+    rank: int
+    incarnation: int
+
+
+class Trajectory(msgspec.Struct, eq=False):
+    """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner."""
+
+    id: int
+    group: int
+    prompt: int
+    sample: int
+    purpose: Purpose
+    seed: int
+    version: int
+    begun_s: float
+    owner: Owner | None
+    rank: int
+    state: State = State.GENERATING
+    tokens: int = 0
+    prompt_tokens: int = 0
+    stop: Stop | None = None
+    verdict: Verdict | None = None
+    reward: float = 0.0
+    finished_s: float | None = None
+    staleness_finish: int | None = None
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What it consists of so far, as the store has it; the prompt's length is known once it has finished."""
+        segments = []
+        if self.prompt_tokens:
+            segments.append(Segment(Source.PROMPT, self.prompt_tokens))
+        if self.tokens:
+            segments.append(Segment(Source.MODEL, self.tokens, self.version))
+        return segments
+
+    @property
+    def spec(self) -> TrajectorySpec:
+        """What a rollout needs to begin it or to go on with it."""
+        return TrajectorySpec(
+            self.id, self.group, self.prompt, self.sample, self.purpose, self.seed, resume_tokens=self.tokens
+        )
+
+
+class TrajectoryPool:
+    """Keeps the trajectories, and those without an owner by their version."""
+
+    def __init__(self) -> None:
+        self._next_id = 0
+        self.trajectories: dict[int, Trajectory] = {}
+        """By id, in the order in which they began."""
+        self.in_flight = 0
+        """How many of them have not finished."""
+        self._orphans: dict[int, deque[int]] = {}
+
+    def begin(self, group: Group, sample: int, seed: int, version: int, owner: Owner, now: float) -> Trajectory:
+        """A new trajectory, owned at once."""
+        trajectory = Trajectory(
+            self._next_id,
+            group.id,
+            group.prompt,
+            sample,
+            group.purpose,
+            seed,
+            version,
+            now,
+            owner,
+            owner.rank,
+        )
+        self._next_id += 1
+        self.trajectories[trajectory.id] = trajectory
+        self.in_flight += 1
+        return trajectory
+
+    def owned(self, id: int, rank: int) -> Trajectory | None:
+        """The trajectory if rank `rank` owns it."""
+        trajectory = self.trajectories.get(id)
+        if trajectory is None or trajectory.owner is None or trajectory.owner.rank != rank:
+            return None
+        return trajectory
+
+    def stream(self, progress: list[Progress], rank: int) -> None:
+        """Note how far trajectories of `rank` have come; what it does not own, or what is old news, is passed over."""
+        trajectories = self.trajectories
+        for item in progress:
+            trajectory = trajectories.get(item.trajectory)
+            if trajectory is None or trajectory.owner is None or trajectory.owner.rank != rank:
+                continue
+            if item.tokens > trajectory.tokens:
+                trajectory.tokens = item.tokens
+
+    def go_to_tool(self, id: int, rank: int) -> None:
+        """The trajectory waits for a tool."""
+        trajectory = self.owned(id, rank)
+        if trajectory is not None:
+            trajectory.state = State.AT_TOOL
+
+    def come_from_tool(self, id: int, rank: int) -> None:
+        """The trajectory goes on."""
+        trajectory = self.owned(id, rank)
+        if trajectory is not None:
+            trajectory.state = State.GENERATING
+
+    def finish(self, trajectory: Trajectory, event: Finished, staleness: int, now: float) -> None:
+        """The trajectory has ended and was graded."""
+        trajectory.owner = None
+        trajectory.state = State.FINISHED
+        trajectory.tokens = event.response_tokens
+        trajectory.prompt_tokens = event.prompt_tokens
+        trajectory.stop = event.stop
+        trajectory.verdict = event.verdict
+        trajectory.reward = event.reward if event.verdict is Verdict.GRADED else 0.0
+        trajectory.finished_s = now
+        trajectory.staleness_finish = staleness
+        self.in_flight -= 1
+
+    def orphan(self, ids: list[int]) -> None:
+        """The owner of these is lost."""
+        for id in ids:
+            trajectory = self.trajectories[id]
+            trajectory.owner = None
+            trajectory.state = State.WAITING
+            self._orphans.setdefault(trajectory.version, deque()).append(id)
+
+    def has_orphans(self, version: int | None) -> bool:
+        """Whether trajectories of this version wait for an owner."""
+        return version in self._orphans
+
+    def adopt(self, version: int, owner: Owner) -> Trajectory | None:
+        """Give the trajectory of this version that has waited longest to `owner`; None where none waits."""
+        waiting = self._orphans.get(version)
+        if waiting is None:
+            return None
+        trajectory = self.trajectories[waiting.popleft()]
+        if not waiting:
+            del self._orphans[version]
+        trajectory.owner = owner
+        trajectory.rank = owner.rank
+        trajectory.state = State.GENERATING
+        return trajectory
+
+    def abandon(self, version: int) -> list[Trajectory]:
+        """Take out of the queue all trajectories of this version that wait: nobody will go on with them."""
+        return [self.trajectories[id] for id in self._orphans.pop(version, ())]
+
+    def remove(self, id: int) -> Trajectory:
+        """The trajectory is settled."""
+        trajectory = self.trajectories.pop(id)
+        if trajectory.state is not State.FINISHED:
+            self.in_flight -= 1
+        return trajectory

@@ -1,0 +1,55 @@
+"""All that the controller has to know, as plain data: kept in the record, it makes a fresh controller for replay."""
+
+from __future__ import annotations
+
+import msgspec
+
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.policy.modes import MODES, Mode
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """A controller's settings; the config's keys of the same names explain them.
+
+    `prompts` counts groups of a step, `train_prompts` and `held_out_prompts` different prompts that the task has.
+    `trainers`, `relays` and `rollouts` count ranks. `attempt` and `first_version` make version ids differ between attempts.
+    """
+
+    mode: str
+    steps: int
+    prompts: int
+    group_size: int
+    train_prompts: int
+    trainers: int
+    relays: int
+    rollouts: int
+    minibatches: int = 1
+    ahead: float = 1.0
+    sampler: str = "fifo"
+    eviction: str = "none"
+    max_staleness: int = 8
+    evaluation_every: int = 0
+    evaluation_prompts: int = 0
+    held_out_prompts: int = 0
+    seed: int = 0
+    attempt: int = 0
+    first_version: int = 0
+
+    @property
+    def pipeline(self) -> Mode:
+        """The row of the modes' table; ConfigError where there is none of that name."""
+        try:
+            return MODES[self.mode]
+        except KeyError:
+            raise ConfigError(f"control.mode: must be one of {', '.join(MODES)}, got {self.mode!r}") from None
+
+    @property
+    def evaluated_prompts(self) -> int:
+        """Held-out prompts that each evaluation answers."""
+        return min(self.evaluation_prompts, self.held_out_prompts)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the weights after `step` are evaluated: every so many steps, the first and the last ones always."""
+        if self.evaluation_every == 0 or self.evaluated_prompts == 0:
+            return False
+        return step % self.evaluation_every == 0 or step == self.steps

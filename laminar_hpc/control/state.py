@@ -1,0 +1,28 @@
+"""What the controller knows, as one object that its parts share."""
+
+from __future__ import annotations
+
+from laminar_hpc.control.buffer import Buffer
+from laminar_hpc.control.evaluation import Rounds
+from laminar_hpc.control.fleet import Fleet
+from laminar_hpc.control.pool import TrajectoryPool
+from laminar_hpc.control.prompts import PromptLedger
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.control.versions import Versions
+from laminar_hpc.policy.sampling import make_eviction, make_sampler
+
+
+class JobState:
+    """The state of a job; each part keeps its own invariants."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.mode = settings.pipeline
+        self.ledger = PromptLedger(settings)
+        self.pool = TrajectoryPool()
+        self.buffer = Buffer(make_sampler(settings.sampler), make_eviction(settings.eviction, settings.max_staleness))
+        self.versions = Versions(settings.attempt, settings.first_version, settings.trainers)
+        self.fleet = Fleet(settings.trainers, settings.relays, settings.rollouts)
+        self.rounds = Rounds()
+        self.work_has_appeared = False
+        """There may be work for rollouts that were given none when they asked."""

@@ -1,0 +1,126 @@
+"""Training steps: from the groups of a batch to the report of the step.
+
+    IDLE -> TRAINING (the mini-batches of step s are with the trainers) -> IDLE
+
+Steps are numbered from 1; step 0 is the checkpoint. Invariants: one step at a time, in order; a mini-batch is done when
+every trainer has said so, once; the step is done when all its mini-batches are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from laminar_hpc.control.pool import Trajectory
+from laminar_hpc.control.prompts import Group
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.balance import balance
+from laminar_hpc.protocol.commands import ReportStep, Sample, Train
+from laminar_hpc.protocol.events import Trained
+
+
+class BatchGroup(msgspec.Struct, frozen=True):
+    """A group in a batch, with its trajectories and its staleness when the batch formed."""
+
+    group: Group
+    trajectories: list[Trajectory]
+    staleness: int
+
+
+class Step(msgspec.Struct, eq=False):
+    """The step in training. `done` has, for each mini-batch, what each trainer (by index) said of it."""
+
+    number: int
+    version: int
+    started_s: float
+    groups: list[BatchGroup]
+    done: list[dict[int, Trained]]
+
+
+class Training:
+    """Cuts batches into mini-batches for the trainers and follows their work."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.steps_done = 0
+        self.current: Step | None = None
+
+    def begin(self, groups: list[BatchGroup], version: int, now: float) -> list[Train]:
+        """The commands for the next step, which makes `version`."""
+        assert self.current is None, "one step at a time"
+        minibatches = self._settings.minibatches
+        number = self.steps_done + 1
+        self.current = Step(number, version, now, groups, [{} for _ in range(minibatches)])
+        share = len(groups) // minibatches
+        return [self._train(number, place, groups[place * share : (place + 1) * share]) for place in range(minibatches)]
+
+    def _train(self, number: int, minibatch: int, groups: list[BatchGroup]) -> Train:
+        members = [one for item in groups for one in item.trajectories]
+        tokens = [one.prompt_tokens + one.tokens for one in members]
+        trainers = balance(tokens, self._settings.trainers)
+        samples = [
+            Sample(one.id, one.group, one.reward, length, trainer)
+            for one, length, trainer in zip(members, tokens, trainers, strict=True)
+        ]
+        reason = f"{len(groups)} groups with {len(samples)} trajectories and {sum(tokens)} tokens"
+        return Train(reason, number, minibatch, self._settings.minibatches, samples)
+
+    def note(self, event: Trained, trainer: int) -> bool:
+        """Trainer `trainer` has done a mini-batch. True where that completes the step; repeats change nothing."""
+        step = self.current
+        if event.step <= self.steps_done:
+            return False
+        if step is None or event.step != step.number or not 0 <= event.minibatch < len(step.done):
+            raise ProtocolError(
+                f"rank {event.rank} (trainer) has trained mini-batch {event.minibatch} of step {event.step}, "
+                f"which was never asked for"
+            )
+        step.done[event.minibatch].setdefault(trainer, event)
+        return all(len(done) == self._settings.trainers for done in step.done)
+
+    def complete(self, now: float) -> tuple[Step, ReportStep]:
+        """The step is done: what it consisted of, and its report."""
+        step = self.current
+        assert step is not None, "a step was in training"
+        self.current = None
+        self.steps_done = step.number
+        return step, _report(step, now)
+
+
+def _report(step: Step, now: float) -> ReportStep:
+    members = [one for item in step.groups for one in item.trajectories]
+    rewards = [one.reward for one in members]
+    mean = math.fsum(rewards) / len(rewards)
+    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    finish = [one.staleness_finish for one in members if one.staleness_finish is not None]
+    consumption = [item.staleness for item in step.groups for _ in item.trajectories]
+    reports = [done[0] for done in step.done]
+    return ReportStep(
+        f"all mini-batches of step {step.number} are done",
+        step=step.number,
+        version=step.version,
+        started_s=step.started_s,
+        finished_s=now,
+        train_s=math.fsum(report.seconds for report in reports),
+        samples=len(members),
+        prompt_tokens=sum(one.prompt_tokens for one in members),
+        response_tokens=sum(one.tokens for one in members),
+        reward_mean=mean,
+        reward_std=math.sqrt(variance),
+        staleness_finish_mean=sum(finish) / len(finish),
+        staleness_finish_max=max(finish),
+        staleness_consumption_mean=sum(consumption) / len(consumption),
+        staleness_consumption_max=max(consumption),
+        metrics=_average([report.metrics for report in reports]),
+    )
+
+
+def _average(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the mini-batches that report it."""
+    values: dict[str, list[float]] = {}
+    for one in metrics:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(each) / len(each) for name, each in values.items()}

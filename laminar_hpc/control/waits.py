@@ -1,0 +1,96 @@
+"""Who waits for whom, in words: for the live display, and for the last message of a job that has stalled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from laminar_hpc.control.fleet import Rollout
+from laminar_hpc.control.state import JobState
+from laminar_hpc.control.training import Step, Training
+from laminar_hpc.policy.chain import chain_order
+from laminar_hpc.policy.roles import Role
+from laminar_hpc.protocol.trajectory import State
+
+
+def describe_waits(state: JobState, training: Training) -> list[str]:
+    """One line for each thing that is waited for."""
+    return [
+        *_start(state),
+        *_training(state, training),
+        *_weights(state),
+        *_evaluation(state),
+        *(_rollout(state, rollout) for rollout in state.fleet.rollouts.values()),
+    ]
+
+
+def _start(state: JobState) -> list[str]:
+    lines = []
+    for role in (Role.TRAINER, Role.RELAY, Role.ROLLOUT):
+        missing = state.fleet.missing(role)
+        if missing:
+            lines.append(f"the job waits for {missing} more {role.value} ranks to report")
+    return lines
+
+
+def _training(state: JobState, training: Training) -> list[str]:
+    step = training.current
+    if step is not None:
+        return [_step(state, step)]
+    newest = state.versions.newest
+    if newest is not None and not newest.published:
+        missing = state.versions.missing_trainers(newest, list(state.fleet.trainers))
+        return [f"version {newest.id} waits for trainer ranks {_join(missing)} to publish it"]
+    settings = state.settings
+    if newest is None or training.steps_done == settings.steps:
+        return []
+    missing_groups = settings.prompts - len(state.buffer)
+    return [
+        f"step {training.steps_done + 1} waits for {missing_groups} groups "
+        f"({len(state.buffer)} of {settings.prompts} in the buffer, {state.ledger.open_groups - len(state.buffer)} in flight)"
+    ]
+
+
+def _step(state: JobState, step: Step) -> str:
+    place, done = next((place, done) for place, done in enumerate(step.done) if len(done) < len(state.fleet.trainers))
+    missing = [trainer.rank for trainer in state.fleet.trainers.values() if trainer.index not in done]
+    return f"step {step.number} waits for trainer ranks {_join(missing)} to train mini-batch {place}"
+
+
+def _weights(state: JobState) -> list[str]:
+    newest = state.versions.newest_published
+    if newest is None or not state.versions[newest].broadcast:
+        return []
+    chain = chain_order(state.fleet.relays)
+    held = [state.fleet.relays[rank].version for rank in chain]
+    late = [rank for rank, version in zip(chain, held, strict=True) if version is None or version < newest]
+    return [f"version {newest} is on its way to relay ranks {_join(late)} (chain {_join(chain)})"] if late else []
+
+
+def _evaluation(state: JobState) -> list[str]:
+    lines = []
+    for one in state.rounds.open_rounds:
+        by = "a rollout to begin it" if one.answered_by is None else f"rollouts under version {one.answered_by}"
+        lines.append(
+            f"the evaluation of version {one.version} waits for {by} "
+            f"({one.unfinished} of {one.prompts} prompts unanswered, {len(one.pending)} not handed out)"
+        )
+    return lines
+
+
+def _rollout(state: JobState, rollout: Rollout) -> str:
+    name = f"rollout {rollout.rank}"
+    if not rollout.alive:
+        return f"{name} is lost and waited for"
+    if rollout.loading is not None:
+        return f"{name} loads version {rollout.loading} from relay {rollout.relay}"
+    if rollout.version is None:
+        return f"{name} waits for the first version at relay {rollout.relay}"
+    if not rollout.trajectories:
+        return f"{name} is idle under version {rollout.version}"
+    at_tool = sum(state.pool.trajectories[id].state is State.AT_TOOL for id in rollout.trajectories)
+    tools = f", {at_tool} of them at a tool," if at_tool else ""
+    return f"{name} generates {len(rollout.trajectories)} trajectories{tools} under version {rollout.version}"
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,143 @@
+"""`laminar run`: prepare the run directory, start the job on this machine, show how it goes, say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from types import FrameType
+
+from rich.console import Console
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.launch.mpiexec import Launch, command_line, environment
+from laminar_hpc.record.status import Status, read_status, was_killed, write_status
+from laminar_hpc.runtime.paths import RunPaths, create_run_dir
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+ORDERLY_END_S = 6.0
+"""After a Ctrl-C: how long the ranks have to close their records, before they are killed."""
+
+LAST_WORD_S = 5.0
+"""After mpiexec has ended: how long the manager, if it still lives, has to say why."""
+
+
+def run(config: Config) -> int:
+    """Run the job to its end; the exit code is 0 where its status file says "finished"."""
+    create_run_dir(config)
+    line = command_line(config, config.run_dir)
+    console = Console(highlight=False)
+    console.print(f"run directory: {config.run_dir}", soft_wrap=True)
+    with _Interrupts() as interrupts:
+        job = Launch(line, environment(os.environ))
+        _follow(job, config.run_dir, interrupts, console)
+    status = _last_status(config, job.poll(), interrupts.received)
+    _print_summary(status, config.run_dir, console)
+    if status.state == "finished":
+        return 0
+    return EXIT_INTERRUPTED if interrupts.received else EXIT_FAILED
+
+
+class _Interrupts:
+    """Notes SIGINT and SIGTERM instead of dying of them."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> _Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console) -> None:
+    """Pass on what the job prints, with the state of the run below it on a terminal, until mpiexec has ended."""
+    interrupted_at: float | None = None
+    live = console.status("starting") if console.is_terminal else contextlib.nullcontext()
+    with selectors.DefaultSelector() as selector, live as display:
+        selector.register(job.output, selectors.EVENT_READ)
+        open_output = True
+        while open_output or job.poll() is None:
+            for _ in selector.select(0.5) if open_output else ():
+                text = os.read(job.output.fileno(), 65536).decode(errors="replace")
+                if not text:
+                    selector.unregister(job.output)
+                    open_output = False
+                console.print(text, end="", markup=False, soft_wrap=True)
+            if display is not None:
+                display.update(_state_line(run_dir))
+            if not open_output:
+                job.wait(0.1)
+            if interrupts.received is not None:
+                now = time.monotonic()
+                if interrupted_at is None:
+                    interrupted_at = now
+                    _ask_to_end(job, run_dir)
+                elif now - interrupted_at > ORDERLY_END_S:
+                    job.end(signal.SIGKILL)
+
+
+def _ask_to_end(job: Launch, run_dir: str) -> None:
+    """SIGTERM to the manager, which ends all others in order; to mpiexec where there is no manager yet."""
+    status = read_status(run_dir)
+    if status is not None and not status.over and status.host == socket.gethostname():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(status.pid, signal.SIGTERM)
+            return
+    job.end(signal.SIGTERM)
+
+
+def _state_line(run_dir: str) -> str:
+    status = read_status(run_dir)
+    return "starting" if status is None else status.line()
+
+
+def _last_status(config: Config, exit_code: int | None, interrupted: signal.Signals | None) -> Status:
+    """What the status file says in the end; where no rank could say it, it is said here."""
+    deadline = time.monotonic() + LAST_WORD_S
+    status = read_status(config.run_dir)
+    while status is not None and not status.over and not was_killed(status) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        status = read_status(config.run_dir)
+    if status is not None and status.over:
+        return status
+    reason = f"mpiexec ended with exit code {exit_code} and no rank said why; see {RunPaths(config.run_dir).logs}"
+    if interrupted is not None:
+        reason = f"{interrupted.name} before the job could end in order"
+    status = status or Status.blank()
+    status.state = "failed" if interrupted is None else "interrupted"
+    status.reason = reason
+    status.rollouts_busy = 0
+    status.updated_s = status.ended_s = time.time()
+    write_status(config.run_dir, status)
+    return status
+
+
+def _print_summary(status: Status, run_dir: str, console: Console) -> None:
+    seconds = (status.ended_s or status.updated_s) - status.started_s
+    rows = [
+        ("outcome", f"{status.state}: {status.reason}"),
+        ("time", f"{seconds:.0f} s, {status.step} of {status.steps} steps"),
+        ("reward", f"{_figure(status.reward)} in the last step"),
+        ("accuracy", f"{_figure(status.first_accuracy)} at first, {_figure(status.last_accuracy)} at last (held-out)"),
+        ("record", run_dir),
+    ]
+    for name, text in rows:
+        console.print(f"{name:>9}: {text}", markup=False, soft_wrap=True)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

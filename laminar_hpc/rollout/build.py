@@ -1,0 +1,16 @@
+"""From the engine's name in the config to the engine; only the chosen one is imported."""
+
+from __future__ import annotations
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.rollout.api import Engine
+
+
+def build_engine(config: Config) -> Engine:
+    """The engine that `rollout.engine` names, without weights."""
+    if config.rollout.engine == "torch":
+        from laminar_hpc.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(config)
+    raise ConfigError(f"rollout.engine: must be torch, got {config.rollout.engine}")

@@ -1,0 +1,182 @@
+"""The engine worker: the process in which a rollout's inference engine runs, driven over a channel.
+
+It answers each message in the order of arrival, makes one decode step after another while it holds trajectories, and
+tells what it has generated every `rollout.stream_interval_s`, or at once when a trajectory ends. Idle, it sleeps in the
+channel. Tokens of an aborted trajectory that have not been told yet are dropped: whoever goes on with it from what has
+been told gets the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.process.channel import Channel
+from laminar_hpc.process.memory import map_readonly
+from laminar_hpc.protocol.peer import (
+    AbortTrajectories,
+    AddTrajectory,
+    Ended,
+    EngineOutput,
+    EngineUp,
+    LoadWeights,
+    Manifest,
+    Shutdown,
+    StartEngine,
+    WeightsLoaded,
+)
+from laminar_hpc.protocol.trajectory import Block, Purpose, Source
+from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.rollout.api import Engine, Request
+from laminar_hpc.rollout.build import build_engine
+from laminar_hpc.weights.digest import digests_of, image_digest
+
+
+def main(channel: Channel) -> None:
+    """Run an engine for the driver at the other end of `channel`, until `Shutdown`; the first message is `StartEngine`."""
+    start = channel.receive(None)
+    if isinstance(start, Shutdown):
+        return
+    if not isinstance(start, StartEngine):
+        raise ProtocolError(f"engine worker: the first message must be StartEngine, got {type(start).__name__}")
+    began_s = time.perf_counter()
+    config = Config.model_validate_json(start.config)
+    worker = EngineWorker(config, start.manifest, _engine_with_threads(config))
+    channel.send(EngineUp(worker.engine.concurrency, time.perf_counter() - began_s))
+    while True:
+        message = channel.receive(None if worker.idle else 0.0)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            answer = worker.handle(message)
+            if answer is not None:
+                channel.send(answer)
+            message = channel.receive()
+        worker.step()
+        if worker.has_news(time.perf_counter()):
+            channel.send(worker.take_output(time.perf_counter()))
+
+
+def _engine_with_threads(config: Config) -> Engine:
+    import torch
+
+    torch.set_num_threads(config.job.threads)
+    return build_engine(config)
+
+
+class _Untold(msgspec.Struct):
+    """Tokens of one trajectory since the last output; the first of them has place `offset` in the trajectory."""
+
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class EngineWorker:
+    """An engine, and what it has generated but not told yet."""
+
+    def __init__(self, config: Config, manifest: Manifest, engine: Engine) -> None:
+        self.engine = engine
+        self._config = config
+        self._manifest = manifest
+        self._version: int | None = None
+        self._untold: dict[int, _Untold] = {}  # of every trajectory whose end has not been told
+        self._ended: list[Ended] = []
+        self._aborted = False
+        self._busy_s = 0.0
+        self._told_s = time.perf_counter()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to generate or to tell."""
+        return not (self._untold or self._ended or self._aborted)
+
+    def handle(self, message: AnyRecord) -> WeightsLoaded | None:
+        """Do what the driver asks, and return the answer if there is one."""
+        match message:
+            case AddTrajectory():
+                self._add(message)
+            case AbortTrajectories():
+                self._abort(message.trajectories)
+            case LoadWeights():
+                return self._load(message)
+            case _:
+                raise ProtocolError(f"engine worker: unexpected {type(message).__name__} from its driver")
+        return None
+
+    def step(self) -> None:
+        """One decode step, if there is anything to decode."""
+        began_s = time.perf_counter()
+        for sampled in self.engine.step():
+            untold = self._untold[sampled.trajectory]
+            untold.tokens.append(sampled.token)
+            untold.logprobs.append(sampled.logprob)
+            if sampled.stop is not None:
+                self._ended.append(Ended(sampled.trajectory, sampled.stop))
+        self._busy_s += time.perf_counter() - began_s
+
+    def has_news(self, now_s: float) -> bool:
+        """Whether an output is due: something ended or was dropped, or the interval is over while there is work."""
+        if self._ended or self._aborted:
+            return True
+        return bool(self._untold) and now_s - self._told_s >= self._config.rollout.stream_interval_s
+
+    def take_output(self, now_s: float) -> EngineOutput:
+        """All that has not been told, a block for each trajectory with new tokens; it counts as told from now on."""
+        blocks = [self._block(trajectory, untold) for trajectory, untold in self._untold.items() if untold.tokens]
+        stats = self.engine.stats()
+        output = EngineOutput(blocks, self._ended, stats.kv_use, stats.running, stats.waiting, self._busy_s)
+        for ended in self._ended:
+            del self._untold[ended.trajectory]
+        for untold in self._untold.values():
+            untold.offset += len(untold.tokens)
+            untold.tokens, untold.logprobs = [], []
+        self._ended = []
+        self._aborted = False
+        self._busy_s = 0.0
+        self._told_s = now_s
+        return output
+
+    def _block(self, trajectory: int, untold: _Untold) -> Block:
+        return Block(
+            trajectory,
+            untold.offset,
+            Source.MODEL,
+            self._version,
+            np.array(untold.tokens, dtype="<i4").tobytes(),
+            np.array(untold.logprobs, dtype="<f4").tobytes(),
+        )
+
+    def _add(self, message: AddTrajectory) -> None:
+        spec = message.spec
+        prompt = np.frombuffer(message.prompt, dtype="<i4").tolist()
+        response = np.frombuffer(message.response, dtype="<i4").tolist()
+        evaluated = spec.purpose is Purpose.EVALUATION
+        temperature = (self._config.evaluation if evaluated else self._config.rollout).temperature
+        stop = self.engine.add(Request(spec.id, prompt, response, spec.seed, temperature))
+        self._untold[spec.id] = _Untold(len(prompt) + len(response), [], [])
+        if stop is not None:
+            self._ended.append(Ended(spec.id, stop))
+
+    def _abort(self, trajectories: list[int]) -> None:
+        dropped = set(trajectories)
+        for trajectory in dropped & self._untold.keys():
+            self.engine.abort(trajectory)
+            del self._untold[trajectory]
+            self._aborted = True
+        self._ended = [ended for ended in self._ended if ended.trajectory not in dropped]
+
+    def _load(self, message: LoadWeights) -> WeightsLoaded:
+        began_s = time.perf_counter()
+        lease = message.lease
+        with map_readonly(lease.path, lease.offset, self._manifest.nbytes) as image:
+            self.engine.load(lease.version, self._manifest, image)
+        self._version = lease.version
+        digest = b""
+        if self._config.weights.verify:
+            digest = image_digest(digests_of(self.engine.weights(self._manifest), self._manifest))
+        return WeightsLoaded(lease.version, digest, time.perf_counter() - began_s)

@@ -1,0 +1,110 @@
+"""What a person sees while the job runs: a line on stdout for each step, and the status file."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from laminar_hpc.control.controller import Controller
+from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
+from laminar_hpc.protocol.events import AnyEvent, Finished, RankLost, Streamed
+from laminar_hpc.record.status import Status, write_status
+from laminar_hpc.runtime.rank import Rank
+
+RATE_WINDOW_S = 10.0
+"""Generation speed is a mean over this long."""
+
+REFRESH_S = 1.0
+"""How often the status file is written."""
+
+
+class Live:
+    """Keeps the figures that a person wants to see."""
+
+    def __init__(self, rank: Rank, controller: Controller) -> None:
+        self._rank = rank
+        self._controller = controller
+        self._generated: deque[tuple[float, int]] = deque()
+        self._streamed: dict[int, int] = {}
+        self._next_refresh = 0.0
+        self._last_step_s = 0.0
+        self._status = Status.blank()
+        self._status.reason = "starting engines and trainers"
+        self._status.attempt = rank.attempt
+        self._status.steps = rank.config.control.steps
+        self._status.rollouts = rank.config.job.rollouts
+
+    def start(self, now: float) -> None:
+        """Say what begins."""
+        config = self._rank.config
+        job = config.job
+        print(
+            f"{job.ranks} ranks: 1 manager, {job.trainers} trainer, {job.relays} relay, {job.rollouts} rollout; "
+            f"mode {config.control.mode}, engines {config.trainer.engine} and {config.rollout.engine}; "
+            f"{self._rank.world.library.split(',')[0]}",
+            flush=True,
+        )
+        self.refresh(now)
+
+    def hear(self, event: AnyEvent, now: float) -> None:
+        """Count what was generated, and what was lost."""
+        match event:
+            case Streamed():
+                new = 0
+                for progress in event.progress:
+                    new += max(0, progress.tokens - self._streamed.get(progress.trajectory, 0))
+                    self._streamed[progress.trajectory] = progress.tokens
+                self._generated.append((now, new))
+            case Finished():
+                self._streamed.pop(event.trajectory, None)
+            case RankLost():
+                print(f"rank {event.rank} lost its worker: {event.reason}", flush=True)
+            case _:
+                pass
+
+    def report(self, report: ReportStep | ReportEvaluation, now: float) -> None:
+        """Print a line; keep the figures."""
+        status = self._status
+        if isinstance(report, ReportEvaluation):
+            if status.first_accuracy is None:
+                status.first_accuracy = report.accuracy
+            status.last_accuracy = report.accuracy
+            print(
+                f"held-out prompts, version {report.version} (step {report.step}): accuracy {report.accuracy:.3f}, "
+                f"reward {report.reward_mean:.3f}, {report.graded} of {report.prompts} graded",
+                flush=True,
+            )
+            return
+        tokens = report.prompt_tokens + report.response_tokens
+        status.training_tokens_per_s = tokens / max(report.finished_s - self._last_step_s, 1e-9)
+        self._last_step_s = report.finished_s
+        status.step, status.version = report.step, report.version
+        status.reward, status.staleness = report.reward_mean, report.staleness_consumption_mean
+        self._measure(now)
+        print(status.line(), flush=True)
+
+    def refresh(self, now: float) -> None:
+        """Bring the status file up to date, now and then."""
+        if now < self._next_refresh:
+            return
+        self._next_refresh = now + REFRESH_S
+        self._measure(now)
+        if self._controller.started:
+            self._status.reason = "training"
+        write_status(self._rank.config.run_dir, self._status)
+
+    def finish(self, ending: EndJob) -> None:
+        """The last status: how it ended."""
+        status = self._status
+        status.state, status.reason = ending.outcome, ending.reason
+        status.rollouts_busy = 0
+        status.updated_s = status.ended_s = time.time()
+        write_status(self._rank.config.run_dir, status)
+
+    def _measure(self, now: float) -> None:
+        while self._generated and self._generated[0][0] < now - RATE_WINDOW_S:
+            self._generated.popleft()
+        tokens = sum(count for _, count in self._generated)
+        self._status.generation_tokens_per_s = tokens / min(RATE_WINDOW_S, max(now, 1e-9))
+        self._status.rollouts_busy = self._controller.rollouts_busy
+        self._status.updated_s = time.time()

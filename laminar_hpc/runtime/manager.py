@@ -1,0 +1,248 @@
+"""The manager's loop: messages become events, the controller decides, commands become messages.
+
+It holds no rule of its own. What it adds to the controller is what needs a clock or a file: the store's first shard, the
+record, the live status, and two watchdogs: ranks that say nothing, and a job in which nothing moves.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from laminar_hpc.control.controller import Controller
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.roles import Role
+from laminar_hpc.process.channel import Channel
+from laminar_hpc.protocol.commands import (
+    Abort,
+    AnyCommand,
+    Broadcast,
+    EndJob,
+    Generate,
+    Publish,
+    Pull,
+    Release,
+    ReportEvaluation,
+    ReportStep,
+    Settle,
+    Train,
+    WakeAt,
+)
+from laminar_hpc.protocol.events import AnyEvent, Event, StopRequested, Streamed, Woken
+from laminar_hpc.protocol.peer import (
+    Append,
+    Failure,
+    Fetch,
+    Goodbye,
+    Heartbeat,
+    ManagerAlive,
+    Manifest,
+    Shutdown,
+)
+from laminar_hpc.protocol.trajectory import State
+from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.runtime.live import Live
+from laminar_hpc.runtime.rank import FAREWELL_S, Rank
+from laminar_hpc.runtime.recording import ManagerRecord
+from laminar_hpc.runtime.settings import controller_settings
+from laminar_hpc.runtime.store import Store
+
+
+class ManagerLoop:
+    """Rank 0."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.done = False
+        self._rank = rank
+        self._settings = controller_settings(rank.config, rank.attempt)
+        self._controller = Controller(self._settings)
+        self._store = Store()
+        self._live = Live(rank, self._controller)
+        self._recorded: ManagerRecord | None = None
+        self._others = list(range(1, rank.world.size))
+        self._trainers = rank.ranks_of(Role.TRAINER)
+        self._wake: list[float] = []
+        self._moved = 0.0
+        self._beats: dict[int, tuple[float, Heartbeat]] = {}
+        self._next_alive = 0.0
+        self._ending: EndJob | None = None
+        self._ending_since = 0.0
+        self._left: set[int] = set()
+
+    def start(self, now: float) -> None:
+        """Open the books."""
+        if self._rank.record is not None:
+            self._recorded = ManagerRecord(self._rank.record, self._rank.config, self._rank.attempt)
+        self._moved = now
+        self._live.start(now)
+
+    def receive(self, source: int, message: AnyRecord, now: float) -> None:
+        """Take one message from another rank."""
+        match message:
+            case Append():
+                self._store.append(message)
+            case Fetch():
+                self._rank.mail.send(source, self._store.fetch(message))
+            case Heartbeat():
+                self._beats[source] = (now, message)
+            case Manifest():
+                self._spread_manifest(message)
+            case Failure():
+                self._beats.pop(source, None)
+                self._left.add(source)
+                self._end(EndJob(f"rank {source} ({message.role}): {message.text}", "failed"), now)
+            case Goodbye():
+                self._left.add(source)
+            case Event():
+                self._decide(message, now)  # type: ignore[arg-type]
+            case _:
+                raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
+
+    def step(self, now: float) -> bool:
+        """Timers and watchdogs."""
+        if self._ending is not None:
+            return self._farewell(now)
+        if self._rank.terminated is not None:
+            signal_name, self._rank.terminated = self._rank.terminated, None
+            self._decide(StopRequested(f"signal {signal_name}"), now)
+        while self._wake and self._wake[0] <= now:
+            self._wake.pop(0)
+            self._decide(Woken(), now)
+        if now >= self._next_alive:
+            self._next_alive = now + self._rank.config.job.heartbeat_s
+            for rank in self._others:
+                self._rank.mail.send(rank, ManagerAlive())
+            self._watch(now)
+        self._live.refresh(now)
+        return False
+
+    def waiting_for(self) -> str:
+        """Nobody: the manager answers."""
+        return ""
+
+    def phase(self) -> str:
+        """Work or idle."""
+        return "idle" if self._rank.mail.pending == 0 else "work"
+
+    def channels(self) -> list[Channel]:
+        """None."""
+        return []
+
+    def close(self) -> None:
+        """Say in the status file how it ended; an end that nobody asked for is a failure."""
+        ending = self._ending or EndJob(self._rank_problem(), "failed")
+        self._live.finish(ending)
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def _decide(self, event: AnyEvent, now: float) -> None:
+        if self._ending is not None:
+            return
+        if not (isinstance(event, Streamed) and not event.progress):
+            self._moved = now
+        if self._recorded is not None:
+            self._recorded.event(event, now)
+        commands = self._controller.handle(event, now)
+        if self._recorded is not None:
+            self._recorded.commands(commands, now)
+        self._live.hear(event, now)
+        for command in commands:
+            self._carry_out(command, now)
+
+    def _carry_out(self, command: AnyCommand, now: float) -> None:
+        send = self._rank.mail.send
+        match command:
+            case Generate():
+                for spec in command.trajectories:
+                    self._store.assign(spec.id, command.rank, command.incarnation)
+                send(command.rank, command)
+            case Pull() | Abort():
+                send(command.rank, command)
+            case Train() | Publish() | Release():
+                for trainer in self._trainers:
+                    send(trainer, command)
+            case Broadcast():
+                for relay in command.chain:
+                    send(relay, command)
+            case Settle():
+                self._settle(command)
+            case ReportStep() | ReportEvaluation():
+                self._live.report(command, now)
+            case WakeAt():
+                self._wake = sorted([*self._wake, command.time_s])
+            case EndJob():
+                self._end(command, now)
+
+    def _settle(self, command: Settle) -> None:
+        keep_tokens = self._rank.config.record.tokens and self._recorded is not None
+        for outcome in command.trajectories:
+            if keep_tokens and self._recorded is not None and outcome.state is State.CONSUMED:
+                self._recorded.tokens(self._store.blocks(outcome.trajectory))
+            self._store.drop(outcome.trajectory)
+
+    def _spread_manifest(self, manifest: Manifest) -> None:
+        if self._recorded is not None:
+            self._recorded.image_nbytes = manifest.nbytes
+        for role in (Role.RELAY, Role.ROLLOUT):
+            for rank in self._rank.ranks_of(role):
+                self._rank.mail.send(rank, manifest)
+
+    # --- watchdogs --------------------------------------------------------------------------------------------------
+
+    def _watch(self, now: float) -> None:
+        job = self._rank.config.job
+        for rank in self._others:
+            heard = self._beats[rank][0] if rank in self._beats else 0.0
+            bound = job.silence_timeout_s if rank in self._beats else job.start_timeout_s
+            if now - heard > bound:
+                placement = self._rank.placements[rank]
+                text = (
+                    f"rank {rank} ({placement.role.value} on {placement.node}) has said nothing for {now - heard:.0f} s"
+                )
+                self._end(EndJob(text, "failed"), now)
+                return
+        bound = job.stall_timeout_s if self._controller.started else job.start_timeout_s
+        if now - self._moved > bound:
+            self._print_waits(now)
+            self._end(EndJob(f"nothing has moved for {now - self._moved:.0f} s; {self._waits_line()}", "stalled"), now)
+
+    def _waits_line(self) -> str:
+        waits = self._controller.waits()
+        return waits[0] if waits else "the controller waits for nobody"
+
+    def _print_waits(self, now: float) -> None:
+        """Who waits for whom, on stderr: by the controller's books, and by what each rank says itself."""
+        lines = [f"nothing has moved for {now - self._moved:.0f} s. Who waits for whom:"]
+        lines += [f"  controller: {line}" for line in self._controller.waits()]
+        for rank in self._others:
+            placement = self._rank.placements[rank]
+            name = f"  rank {rank} ({placement.role.value} {placement.index} on {placement.node})"
+            if rank not in self._beats:
+                lines.append(f"{name} has never said anything")
+                continue
+            heard, beat = self._beats[rank]
+            what = f"waits for {beat.waiting_for}, {beat.since_s:.0f} s so far" if beat.waiting_for else "is at work"
+            lines.append(f"{name} {what} (heard {now - heard:.0f} s ago)")
+            if self._recorded is not None:
+                self._recorded.waits(now, rank, beat.waiting_for, beat.since_s)
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _end(self, command: EndJob, now: float) -> None:
+        if self._ending is not None:
+            return
+        self._ending = command
+        self._ending_since = now
+        if self._recorded is not None:
+            self._recorded.ended(command, now)
+        for rank in self._others:
+            self._rank.mail.send(rank, Shutdown())
+
+    def _farewell(self, now: float) -> bool:
+        """Wait for the others to leave, but not for ever."""
+        if len(self._left) == len(self._others) or now - self._ending_since > FAREWELL_S:
+            self.done = True
+        return False
+
+    def _rank_problem(self) -> str:
+        return "the launcher is gone" if self._rank.parent_is_gone() else "the manager failed; see its log"

@@ -1,0 +1,245 @@
+"""The frame of every rank's loop: mail, clock, record, heartbeat, idle back-off, and the reasons to leave.
+
+A role's loop is a `Role`: `start`, then `step` again and again until `done`. A step never waits: it does what has
+arrived and says whether that was anything. The waiting happens here, in one place, with a bound on everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from types import FrameType
+from typing import Protocol
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import LaminarError
+from laminar_hpc.mpi.mail import Mail
+from laminar_hpc.mpi.world import World
+from laminar_hpc.policy.roles import Placement, Role
+from laminar_hpc.process.channel import Channel, wait_any
+from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Shutdown
+from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.record.writer import RecordWriter
+from laminar_hpc.runtime.paths import RunPaths
+
+MANAGER = 0
+"""The manager's rank; the store's first shard lives there too."""
+
+SHORTEST_NAP_S = 0.0005
+LONGEST_NAP_S = 0.01
+"""An idle loop sleeps between these: long enough that many ranks can share a core, short beside any step."""
+
+FAREWELL_S = 5.0
+"""How long ranks wait for each other at the end."""
+
+
+class RankLoop(Protocol):
+    """What a role does."""
+
+    done: bool
+
+    def start(self, now: float) -> None:
+        """Begin: start workers, say hello."""
+
+    def step(self, now: float) -> bool:
+        """Do all that can be done now; whether that was anything."""
+
+    def receive(self, source: int, message: AnyRecord, now: float) -> None:
+        """Take one message from another rank."""
+
+    def waiting_for(self) -> str:
+        """What this rank waits for, "" while it works."""
+
+    def phase(self) -> str:
+        """The phase that the time since the last step counts to (record.schema.PHASES of its role)."""
+
+    def channels(self) -> list[Channel]:
+        """The workers' channels, so that an idle loop wakes when one speaks."""
+
+    def close(self) -> None:
+        """End all workers."""
+
+
+class Rank:
+    """One MPI process of the job."""
+
+    def __init__(self, config: Config, world: World, placements: list[Placement], attempt: int) -> None:
+        self.config = config
+        self.world = world
+        self.mail = Mail(world)
+        self.placements = placements
+        self.me = placements[world.rank]
+        self.attempt = attempt
+        self.paths = RunPaths(config.run_dir)
+        self.terminated: str | None = None
+        self._origin = time.monotonic()
+        self._parent = os.getppid()
+        self.record: RecordWriter | None = None
+
+    @property
+    def name(self) -> str:
+        """Rank and role, for messages."""
+        return f"rank {self.world.rank} ({self.me.role.value} {self.me.index} on {self.me.node})"
+
+    def now(self) -> float:
+        """Seconds since this rank began."""
+        return time.monotonic() - self._origin
+
+    def ranks_of(self, role: Role) -> list[int]:
+        """The ranks of a role, in order of their index."""
+        return [rank for rank, placement in enumerate(self.placements) if placement.role is role]
+
+    def log_path(self, worker: str) -> str:
+        """Where a worker of this rank writes its output."""
+        return self.paths.log(self.world.rank, f"{self.me.role.value}.{worker}")
+
+    def tell_manager(self, message: AnyRecord) -> None:
+        """Send an event or a message to the manager."""
+        self.mail.send(MANAGER, message)
+
+    def parent_is_gone(self) -> bool:
+        """Whether the launcher has died: its children get another parent."""
+        return os.getppid() != self._parent
+
+    def watch_signals(self) -> None:
+        """SIGTERM, SIGINT and SIGUSR1 ask for an orderly end: the manager's loop sees to it, for all ranks."""
+
+        def terminate(number: int, _frame: FrameType | None) -> None:
+            self.terminated = signal.Signals(number).name
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, terminate)
+
+
+def run_loop(rank: Rank, loop: RankLoop) -> bool:
+    """Drive a role's loop until it is done. True where it ended as the manager wished, False where it had to be left.
+
+    An exception on the manager ends the job; on any other rank it is told to the manager, which decides.
+    """
+    rank.watch_signals()
+    frame = _Frame(rank)
+    try:
+        loop.start(rank.now())
+        while not loop.done:
+            now = rank.now()
+            busy = frame.deliver(loop, now)
+            busy = loop.step(now) or busy
+            frame.attend(loop, now)
+            if busy:
+                frame.nap_s = SHORTEST_NAP_S
+            else:
+                wait_any(loop.channels(), frame.nap_s)
+                frame.nap_s = min(2 * frame.nap_s, LONGEST_NAP_S)
+        return frame.left_alone == ""
+    except Exception as error:
+        _report_failure(rank, error)
+        return False
+    finally:
+        loop.close()
+
+
+class _Frame:
+    """What all loops share between two steps."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.nap_s = SHORTEST_NAP_S
+        self.left_alone = ""
+        now = rank.now()
+        self._heard_manager = now
+        self._next_beat = now
+        self._waiting_for = ""
+        self._waiting_since = now
+        self._phase_since = now
+        self._phase_seconds: dict[str, float] = {}
+        self._next_phase_row = now + rank.config.record.flush_s
+
+    def deliver(self, loop: RankLoop, now: float) -> bool:
+        """Hand all mail to the loop."""
+        messages = self.rank.mail.poll()
+        for source, message in messages:
+            if source == MANAGER:
+                self._heard_manager = now
+            if isinstance(message, Shutdown):
+                loop.done = True
+            elif not isinstance(message, ManagerAlive):
+                loop.receive(source, message, now)
+        return bool(messages)
+
+    def attend(self, loop: RankLoop, now: float) -> None:
+        """Heartbeat, record, and the reasons to leave that are no message."""
+        self._account(loop, now)
+        if self.rank.world.rank != MANAGER:
+            self._beat(loop, now)
+            if now - self._heard_manager > self.rank.config.job.silence_timeout_s:
+                self.left_alone = f"the manager has said nothing for {now - self._heard_manager:.0f} s"
+        if self.rank.parent_is_gone():
+            self.left_alone = "the launcher is gone"
+        if self.left_alone:
+            print(f"{self.rank.name}: {self.left_alone}; ending", file=sys.stderr, flush=True)
+            loop.done = True
+
+    def _beat(self, loop: RankLoop, now: float) -> None:
+        waiting_for = loop.waiting_for()
+        if waiting_for != self._waiting_for:
+            self._waiting_for, self._waiting_since = waiting_for, now
+        if now >= self._next_beat:
+            self._next_beat = now + self.rank.config.job.heartbeat_s
+            self.rank.tell_manager(Heartbeat(self.rank.world.rank, waiting_for, now - self._waiting_since))
+
+    def _account(self, loop: RankLoop, now: float) -> None:
+        phase = loop.phase()
+        self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + now - self._phase_since
+        self._phase_since = now
+        record = self.rank.record
+        if record is None or now < self._next_phase_row:
+            return
+        self._next_phase_row = now + self.rank.config.record.flush_s
+        for name, seconds in self._phase_seconds.items():
+            record.add("phases", time_s=now, phase=name, seconds=seconds)
+        self._phase_seconds.clear()
+        record.flush_if_due(now)
+
+
+def _report_failure(rank: Rank, error: Exception) -> None:
+    """Say what happened on stderr, and to the manager; the traceback goes to this rank's log."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    with open(rank.paths.log(rank.world.rank, rank.me.role.value), "a", encoding="utf-8") as log:
+        traceback.print_exc(file=log)
+    print(f"{rank.name}: {text}", file=sys.stderr, flush=True)
+    if rank.world.rank != MANAGER:
+        try:
+            rank.tell_manager(Failure(rank.world.rank, rank.me.role.value, text))
+            rank.mail.flush(FAREWELL_S)
+        except LaminarError:
+            pass  # the line on stderr is what is left
+
+
+def say_goodbye(rank: Rank) -> None:
+    """Tell the manager that this rank is about to leave."""
+    rank.tell_manager(Goodbye(rank.world.rank))
+    rank.mail.flush(FAREWELL_S)
+
+
+def build_loop(rank: Rank) -> RankLoop:
+    """The loop of this rank's role; only that one's modules are imported."""
+    match rank.me.role:
+        case Role.MANAGER:
+            from laminar_hpc.runtime.manager import ManagerLoop
+
+            return ManagerLoop(rank)
+        case Role.TRAINER:
+            from laminar_hpc.runtime.trainer import TrainerLoop
+
+            return TrainerLoop(rank)
+        case Role.RELAY:
+            from laminar_hpc.runtime.relay import RelayLoop
+
+            return RelayLoop(rank)
+        case Role.ROLLOUT:
+            from laminar_hpc.runtime.rollout import RolloutLoop
+
+            return RolloutLoop(rank)

@@ -1,0 +1,136 @@
+"""What the manager writes down: every event and command for replay, and the rows that follow from them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.protocol.commands import (
+    AnyCommand,
+    Broadcast,
+    EndJob,
+    Generate,
+    Publish,
+    ReportEvaluation,
+    ReportStep,
+    Settle,
+)
+from laminar_hpc.protocol.events import AnyEvent, Published, RankLost
+from laminar_hpc.protocol.trajectory import Block
+from laminar_hpc.protocol.wire import encode
+from laminar_hpc.record import provenance
+from laminar_hpc.record.schema import METRICS
+from laminar_hpc.record.writer import RecordWriter
+from laminar_hpc.runtime.rank import Rank
+from laminar_hpc.runtime.settings import controller_settings
+from laminar_hpc.weights.digest import image_digest
+
+
+def open_record(rank: Rank) -> RecordWriter:
+    """This rank's record file, with what every file says about the run."""
+    config = rank.config
+    settings = msgspec.json.encode(controller_settings(config, rank.attempt)).decode()
+    metadata = provenance.gather(config, settings, clock_zero_unix_s=time.time() - rank.now())
+    role, number = rank.me.role.value, rank.world.rank
+    path = rank.paths.record(rank.attempt, number, role)
+    return RecordWriter(path, role, number, rank.attempt, metadata, config.record.flush_s)
+
+
+class ManagerRecord:
+    """Turns the manager's events and commands into rows of its file."""
+
+    def __init__(self, writer: RecordWriter, config: Config, attempt: int) -> None:
+        self.image_nbytes = 0
+        self._writer = writer
+        self._keep_events = config.record.events
+        self._attempt = attempt
+        self._events = 0
+        self._handed_out: set[int] = set()
+        self._stall_s: dict[int, float] = {}
+        self._step_of_version: dict[int, int] = {}
+
+    def event(self, event: AnyEvent, now: float) -> None:
+        """An event that is about to be decided on."""
+        if self._keep_events:
+            self._writer.add_stream("events", now, encode(event))
+        self._events += 1
+        match event:
+            case Published():
+                self._stall_s[event.version] = max(event.seconds, self._stall_s.get(event.version, 0.0))
+            case RankLost():
+                self._writer.add("failures", time_s=now, rank=event.rank, text=event.reason)
+            case _:
+                pass
+
+    def commands(self, commands: list[AnyCommand], now: float) -> None:
+        """The commands that the last event led to."""
+        for command in commands:
+            if self._keep_events:
+                self._writer.add_stream("commands", now, encode(command), cause=self._events - 1)
+            match command:
+                case Generate():
+                    self._hand_out(command, now)
+                case Publish():
+                    self._step_of_version[command.version] = command.step
+                case Broadcast():
+                    self._publication(command, now)
+                case Settle():
+                    for trajectory in command.trajectories:
+                        self._writer.add("trajectories", **msgspec.structs.asdict(trajectory))
+                    for group in command.groups:
+                        self._writer.add("groups", **msgspec.structs.asdict(group))
+                case ReportStep():
+                    self._step(command)
+                case ReportEvaluation():
+                    self._evaluation(command, now)
+                case _:
+                    pass
+
+    def ended(self, command: EndJob, now: float) -> None:
+        """The job is over; an end that is no success is a row among the failures."""
+        if command.outcome != "finished":
+            self._writer.add("failures", time_s=now, rank=-1, text=f"{command.outcome}: {command.reason}")
+
+    def tokens(self, blocks: list[Block]) -> None:
+        """The tokens of a trajectory that is about to be dropped."""
+        for block in blocks:
+            self._writer.add_block(block)
+
+    def waits(self, now: float, rank: int, waiting_for: str, since_s: float) -> None:
+        """A rank that waited when the job stalled."""
+        self._writer.add("waits", time_s=now, rank=rank, waiting_for=waiting_for, since_s=since_s)
+
+    def _hand_out(self, command: Generate, now: float) -> None:
+        for spec in command.trajectories:
+            if spec.group not in self._handed_out:
+                self._handed_out.add(spec.group)
+                self._writer.add(
+                    "hand_outs", group=spec.group, prompt=spec.prompt, purpose=spec.purpose.value, handed_out_s=now
+                )
+
+    def _publication(self, command: Broadcast, now: float) -> None:
+        self._writer.add(
+            "publications",
+            version=command.version,
+            attempt=self._attempt,
+            step=self._step_of_version[command.version],
+            time_s=now,
+            digest=int.from_bytes(image_digest(command.digests), "little"),
+            nbytes=self.image_nbytes,
+            stall_s=self._stall_s.pop(command.version, math.nan),
+        )
+
+    def _step(self, report: ReportStep) -> None:
+        fields = msgspec.structs.asdict(report)
+        del fields["reason"], fields["metrics"]
+        self._writer.add("steps", **fields, **{name: report.metrics.get(name) for name in METRICS})
+        for name in report.metrics.keys() - METRICS.keys():
+            self._writer.add("step_metrics", step=report.step, name=name, value=report.metrics[name])
+
+    def _evaluation(self, report: ReportEvaluation, now: float) -> None:
+        fields = msgspec.structs.asdict(report)
+        del fields["reason"]
+        self._writer.add("evaluations", time_s=now, **fields)

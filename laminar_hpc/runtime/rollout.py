@@ -1,0 +1,330 @@
+"""The rollout's loop: prompts in, responses out, each under one weight version.
+
+The engine runs in a worker process, prompts and grading in another; this rank passes between them, the store and the
+manager, and decides nothing. A trajectory's way: encode its prompt (or fetch what the store has of it) -> generate,
+streaming what there is to the store -> grade -> finished.
+"""
+
+from __future__ import annotations
+
+from laminar_hpc.errors import EngineError, ProtocolError
+from laminar_hpc.process.channel import Channel, ChannelClosed
+from laminar_hpc.process.worker import Worker
+from laminar_hpc.protocol.commands import Abort, Generate, Pull
+from laminar_hpc.protocol.events import Finished, Loaded, Progress, RankLost, RolloutReady, Streamed
+from laminar_hpc.protocol.peer import (
+    AbortTrajectories,
+    AddTrajectory,
+    Append,
+    EngineOutput,
+    EngineUp,
+    Fetch,
+    Fetched,
+    Lease,
+    LoadWeights,
+    Manifest,
+    StartEngine,
+    WeightsLoaded,
+    WorkerError,
+)
+from laminar_hpc.protocol.trajectory import Block, Source, Stop, TrajectorySpec
+from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.rollout import worker as engine_worker
+from laminar_hpc.runtime.rank import MANAGER, Rank
+from laminar_hpc.tasks.grader import Grader, Outcome
+from laminar_hpc.weights.pull import Puller
+
+
+class _Active:
+    """A trajectory in this rollout, until it is finished."""
+
+    def __init__(self, spec: TrajectorySpec, version: int) -> None:
+        self.spec = spec
+        self.version = version
+        self.prompt = b""
+        self.response: list[bytes] = []
+        self.stop: Stop | None = None
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(len(part) for part in self.response) // 4
+
+
+class RolloutLoop:
+    """One replica: an engine worker and a task worker."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.done = False
+        self._rank = rank
+        self._config = rank.config.model_dump_json().encode()
+        self._incarnation = 0
+        self._engine: Worker | None = None
+        self._engine_up = False
+        self._manifest: Manifest | None = None
+        self._grader = Grader(rank.config, rank.log_path("task"))
+        self._active: dict[int, _Active] = {}
+        self._fetching: dict[int, list[int]] = {}
+        self._requests = 0
+        self._pull_since: float | None = None
+        self._loading_since = 0.0
+        if rank.me.relay_rank is None:
+            raise ProtocolError(f"{rank.name}: no relay on this node")
+        self._relay = rank.me.relay_rank
+        self._puller = Puller(rank.world.rank, self._relay, rank.mail.send)
+
+    def start(self, now: float) -> None:
+        """Start the task worker; the engine waits for the manifest."""
+        self._grader.start(now)
+
+    def receive(self, source: int, message: AnyRecord, now: float) -> None:
+        """Take one message from another rank."""
+        match message:
+            case Manifest():
+                self._manifest = message
+                self._start_engine()
+            case Generate():
+                self._generate(message)
+            case Pull():
+                if message.incarnation == self._incarnation:
+                    self._pull_since = now
+                    self._puller.request(message.version)
+            case Lease():
+                self._load(message, now)
+            case Fetched():
+                self._resume(message)
+            case Abort():
+                self._abort(message)
+            case _:
+                raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
+
+    def step(self, now: float) -> bool:
+        """Pass on what the workers have said."""
+        outcomes = self._grader.poll(now)
+        for outcome in outcomes:
+            self._graded(outcome)
+        return self._hear_engine(now) or bool(outcomes)
+
+    def waiting_for(self) -> str:
+        """What this rollout waits for."""
+        if not self._engine_up:
+            return "its engine to start" if self._engine is not None else "the manifest"
+        if self._pull_since is not None:
+            return self._puller.waiting_for or "its engine to load weights"
+        if self._grader.waiting_for():
+            return self._grader.waiting_for()
+        return "" if self._active else "prompts from the manager"
+
+    def phase(self) -> str:
+        """Of generate, pull, grade, idle: where its time goes."""
+        if self._pull_since is not None:
+            return "pull"
+        if any(active.stop is None for active in self._active.values()):
+            return "generate"
+        return "grade" if self._active else "idle"
+
+    def channels(self) -> list[Channel]:
+        """The engine's and the task worker's."""
+        channels = self._grader.channels()
+        if self._engine is not None:
+            channels.append(self._engine.channel)
+        return channels
+
+    def close(self) -> None:
+        """End both workers."""
+        self._grader.stop()
+        if self._engine is not None:
+            self._engine.kill()
+
+    # --- messages from other ranks ----------------------------------------------------------------------------------
+
+    def _start_engine(self) -> None:
+        assert self._manifest is not None
+        self._engine = Worker("engine", engine_worker.main, self._rank.log_path("engine"))
+        self._engine.send(StartEngine(self._config, self._manifest))
+
+    def _generate(self, command: Generate) -> None:
+        if command.incarnation != self._incarnation:
+            return  # for an engine that is no more; the manager has been told that it was lost
+        resumed = []
+        for spec in command.trajectories:
+            self._active[spec.id] = _Active(spec, command.version)
+            if spec.resume_tokens:
+                resumed.append(spec.id)
+            else:
+                self._grader.encode(spec.id, spec.purpose, spec.prompt)
+        if resumed:
+            self._requests += 1
+            self._fetching[self._requests] = resumed
+            self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, resumed))
+
+    def _resume(self, message: Fetched) -> None:
+        for trajectory, blocks in zip(self._fetching.pop(message.request, []), message.blocks, strict=True):
+            active = self._active.get(trajectory)
+            if active is None:
+                continue
+            active.prompt = b"".join(block.tokens for block in blocks if block.source is Source.PROMPT)
+            active.response = [block.tokens for block in blocks if block.source is not Source.PROMPT]
+            self._add(active)
+
+    def _abort(self, command: Abort) -> None:
+        if command.incarnation != self._incarnation:
+            return
+        for trajectory in command.trajectories:
+            self._active.pop(trajectory, None)
+        if self._engine is not None:
+            self._engine.send(AbortTrajectories(command.trajectories))
+
+    def _load(self, lease: Lease, now: float) -> None:
+        wanted = self._puller.lent(lease)
+        if wanted is not None and self._engine is not None:
+            self._loading_since = now
+            self._engine.send(LoadWeights(wanted))
+
+    # --- what the workers say ---------------------------------------------------------------------------------------
+
+    def _hear_engine(self, now: float) -> bool:
+        if self._engine is None:
+            return False
+        try:
+            messages = self._engine.receive_all()
+        except ChannelClosed:
+            self._lost_engine("its engine's process has ended")
+            return True
+        for message in messages:
+            match message:
+                case EngineUp():
+                    self._engine_up = True
+                    self._say_ready(message.concurrency)
+                case EngineOutput():
+                    self._stream(message, now)
+                case WeightsLoaded():
+                    self._loaded(message, now)
+                case WorkerError():
+                    self._lost_engine(message.text)
+                    return True
+                case _:
+                    raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from its engine")
+        return bool(messages)
+
+    def _say_ready(self, concurrency: int) -> None:
+        me = self._rank.me
+        self._rank.tell_manager(
+            RolloutReady(
+                rank=self._rank.world.rank,
+                incarnation=self._incarnation,
+                node=me.node,
+                relay=self._relay,
+                concurrency=concurrency,
+            )
+        )
+
+    def _stream(self, output: EngineOutput, now: float) -> None:
+        rank, incarnation = self._rank.world.rank, self._incarnation
+        blocks = [block for block in output.blocks if block.trajectory in self._active]
+        progress = []
+        for block in blocks:
+            active = self._active[block.trajectory]
+            active.response.append(block.tokens)
+            progress.append(Progress(block.trajectory, active.response_tokens))
+        if blocks:
+            self._rank.tell_manager(Append(rank, incarnation, blocks))
+        self._rank.tell_manager(
+            Streamed(
+                rank=rank,
+                incarnation=incarnation,
+                progress=progress,
+                kv_use=output.kv_use,
+                running=output.running,
+                waiting=output.waiting,
+            )
+        )
+        if self._rank.record is not None:
+            self._rank.record.add(
+                "engine",
+                time_s=now,
+                kv_use=output.kv_use,
+                running=output.running,
+                waiting=output.waiting,
+                generated_tokens=sum(block.count for block in blocks),
+                busy_s=output.busy_s,
+            )
+        for ended in output.ended:
+            active_or_none = self._active.get(ended.trajectory)
+            if active_or_none is not None:
+                active_or_none.stop = ended.stop
+                spec = active_or_none.spec
+                self._grader.grade(spec.id, spec.purpose, spec.prompt, b"".join(active_or_none.response))
+
+    def _loaded(self, message: WeightsLoaded, now: float) -> None:
+        rank = self._rank
+        self._puller.loaded()
+        assert self._pull_since is not None
+        wait_s = self._loading_since - self._pull_since
+        self._pull_since = None
+        rank.tell_manager(
+            Loaded(
+                rank=rank.world.rank,
+                incarnation=self._incarnation,
+                version=message.version,
+                digest=message.digest,
+                wait_s=wait_s,
+                load_s=message.seconds,
+            )
+        )
+        if rank.record is not None:
+            rank.record.add(
+                "pulls",
+                version=message.version,
+                time_s=now,
+                wait_s=wait_s,
+                load_s=message.seconds,
+                digest=int.from_bytes(message.digest, "little"),
+            )
+
+    def _graded(self, outcome: Outcome) -> None:
+        active = self._active.get(outcome.trajectory)
+        if active is None:
+            return
+        if outcome.tokens is not None:
+            active.prompt = outcome.tokens
+            block = Block(active.spec.id, 0, Source.PROMPT, None, outcome.tokens)
+            self._rank.tell_manager(Append(self._rank.world.rank, self._incarnation, [block]))
+            self._add(active)
+            return
+        assert outcome.verdict is not None
+        assert active.stop is not None
+        del self._active[outcome.trajectory]
+        self._rank.tell_manager(
+            Finished(
+                rank=self._rank.world.rank,
+                incarnation=self._incarnation,
+                trajectory=outcome.trajectory,
+                version=active.version,
+                prompt_tokens=len(active.prompt) // 4,
+                response_tokens=active.response_tokens,
+                stop=active.stop,
+                verdict=outcome.verdict,
+                reward=outcome.reward,
+            )
+        )
+
+    def _add(self, active: _Active) -> None:
+        if self._engine is not None:
+            self._engine.send(AddTrajectory(active.spec, active.prompt, b"".join(active.response)))
+
+    def _lost_engine(self, reason: str) -> None:
+        """Start the engine again, as the next incarnation: all it held is lost, the store has what it streamed."""
+        rank = self._rank
+        if self._engine is not None:
+            self._engine.kill()
+        if self._incarnation >= rank.config.job.worker_restarts:
+            raise EngineError(f"the engine was lost {self._incarnation + 1} times; the last time: {reason}")
+        rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
+        self._incarnation += 1
+        self._engine_up = False
+        self._active.clear()
+        self._fetching.clear()
+        self._pull_since = None
+        self._puller.drop()
+        self._grader.forget_all()
+        self._start_engine()

@@ -1,0 +1,32 @@
+"""From the config to what the controller needs of it."""
+
+from __future__ import annotations
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.control.controller import Settings
+from laminar_hpc.tasks.build import prompt_counts
+
+
+def controller_settings(config: Config, attempt: int) -> Settings:
+    """The controller's settings for one attempt at a run."""
+    counts = prompt_counts(config)
+    return Settings(
+        mode=config.control.mode,
+        steps=config.control.steps,
+        prompts=config.batch.prompts,
+        group_size=config.batch.group_size,
+        minibatches=config.batch.minibatches,
+        ahead=config.control.ahead,
+        sampler=config.control.sampler,
+        eviction=config.control.eviction,
+        max_staleness=config.control.max_staleness,
+        evaluation_every=config.evaluation.every,
+        evaluation_prompts=config.evaluation.prompts,
+        train_prompts=counts.prompts,
+        held_out_prompts=counts.held_out,
+        seed=config.job.seed,
+        trainers=config.job.trainers,
+        relays=config.job.relays,
+        rollouts=config.job.rollouts,
+        attempt=attempt,
+    )

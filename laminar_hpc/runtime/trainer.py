@@ -1,0 +1,232 @@
+"""The trainer's loop: mini-batches and publications, in the order in which the manager asks for them.
+
+Training runs in a worker process. This rank fetches the payload of the next mini-batches while the worker trains, keeps
+published weights in memory that it shares with the worker, and serves them to the master relay while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from laminar_hpc.errors import EngineError, ProtocolError
+from laminar_hpc.mpi.transport import build_transport
+from laminar_hpc.policy.roles import Role
+from laminar_hpc.process.channel import Channel, ChannelClosed
+from laminar_hpc.process.worker import Worker
+from laminar_hpc.protocol.commands import Publish, Release, Train
+from laminar_hpc.protocol.events import Published, Trained, TrainerReady
+from laminar_hpc.protocol.peer import (
+    ChunkRequest,
+    Fetch,
+    Fetched,
+    Rendezvous,
+    StartTrainer,
+    TrainedOn,
+    TrainerUp,
+    TrainOn,
+    WeightsWritten,
+    WorkerError,
+)
+from laminar_hpc.protocol.trajectory import Block
+from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.runtime.rank import MANAGER, Rank
+from laminar_hpc.trainer import worker as trainer_worker
+from laminar_hpc.weights.publish import Publisher
+
+
+class TrainerLoop:
+    """One trainer rank: a worker, and the share of the weights that it publishes."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.done = False
+        self._rank = rank
+        self._worker: Worker | None = None
+        self._publisher: Publisher | None = None
+        self._work: deque[Train | Publish] = deque()
+        self._payload: dict[tuple[int, int], list[list[Block]]] = {}
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._requests = 0
+        self._at: Train | Publish | None = None
+        """What the worker is doing now."""
+
+    @property
+    def _trainers(self) -> list[int]:
+        return self._rank.ranks_of(Role.TRAINER)
+
+    def start(self, now: float) -> None:
+        """Start the worker."""
+        rank = self._rank
+        self._worker = Worker("trainer", trainer_worker.main, rank.log_path("worker"))
+        config = rank.config.model_dump_json().encode()
+        self._worker.send(StartTrainer(config, rank.me.index, len(self._trainers)))
+
+    def receive(self, source: int, message: AnyRecord, now: float) -> None:
+        """Take one message from another rank."""
+        match message:
+            case Train():
+                self._work.append(message)
+                self._fetch(message)
+            case Publish():
+                self._work.append(message)
+            case Fetched():
+                self._payload[self._asked.pop(message.request)] = message.blocks
+            case ChunkRequest():
+                self._require_publisher().serve(message)
+            case Release():
+                self._require_publisher().release(message.version)
+            case Rendezvous():
+                self._require_worker().send(message)
+            case _:
+                raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
+
+    def step(self, now: float) -> bool:
+        """Hear the worker, give it the next thing to do, move chunks."""
+        heard = self._hear_worker()
+        began = self._begin_next()
+        moving = False
+        if self._publisher is not None:
+            self._publisher.poll()
+            moving = self._publisher.busy
+        return heard or began or moving
+
+    def waiting_for(self) -> str:
+        """What this trainer waits for."""
+        if self._publisher is None:
+            return "its worker to load the model"
+        if self._at is not None:
+            return ""
+        if not self._work:
+            return "a batch from the manager"
+        match self._work[0]:
+            case Train(step=step):
+                return f"the payload of step {step} from the store"
+            case Publish(version=version):
+                return f"memory to publish version {version}: the master relay still fetches an older one"
+
+    def phase(self) -> str:
+        """Of train, publish, wait: where its worker's time goes."""
+        match self._at:
+            case Train():
+                return "train"
+            case Publish():
+                return "publish"
+            case None:
+                return "wait"
+
+    def channels(self) -> list[Channel]:
+        """The worker's."""
+        return [self._worker.channel] if self._worker is not None else []
+
+    def close(self) -> None:
+        """End the worker and give the published weights' memory back."""
+        if self._worker is not None:
+            self._worker.kill()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _require_publisher(self) -> Publisher:
+        if self._publisher is None:
+            raise ProtocolError(f"{self._rank.name}: asked for weights before the model was loaded")
+        return self._publisher
+
+    def _require_worker(self) -> Worker:
+        if self._worker is None:
+            raise ProtocolError(f"{self._rank.name}: no worker")
+        return self._worker
+
+    def _own(self, train: Train) -> list[int]:
+        return [sample.trajectory for sample in train.samples if sample.trainer == self._rank.me.index]
+
+    def _fetch(self, train: Train) -> None:
+        self._requests += 1
+        self._asked[self._requests] = (train.step, train.minibatch)
+        self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, self._own(train)))
+
+    def _begin_next(self) -> bool:
+        if self._at is not None or not self._work or self._publisher is None:
+            return False
+        work = self._work[0]
+        match work:
+            case Train():
+                blocks = self._payload.pop((work.step, work.minibatch), None)
+                if blocks is None:
+                    return False
+                self._require_worker().send(
+                    TrainOn(
+                        step=work.step,
+                        minibatch=work.minibatch,
+                        minibatches=work.minibatches,
+                        trajectories=[sample.trajectory for sample in work.samples],
+                        groups=[sample.group for sample in work.samples],
+                        rewards=[sample.reward for sample in work.samples],
+                        own=self._own(work),
+                        blocks=blocks,
+                    )
+                )
+            case Publish():
+                request = self._publisher.begin(work.version)
+                if request is None:
+                    return False
+                self._require_worker().send(request)
+        self._at = self._work.popleft()
+        return True
+
+    def _hear_worker(self) -> bool:
+        worker = self._require_worker()
+        try:
+            messages = worker.receive_all()
+        except ChannelClosed as error:
+            raise EngineError(f"the trainer's worker has ended; see {self._rank.log_path('worker')}") from error
+        for message in messages:
+            match message:
+                case TrainerUp():
+                    self._up(message)
+                case Rendezvous():
+                    for other in self._trainers[1:]:
+                        self._rank.mail.send(other, message)
+                case TrainedOn():
+                    self._trained(message)
+                case WeightsWritten():
+                    self._written(message)
+                case WorkerError():
+                    raise EngineError(f"the trainer's worker failed: {message.text}")
+                case _:
+                    raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from its worker")
+        return bool(messages)
+
+    def _up(self, message: TrainerUp) -> None:
+        rank = self._rank
+        transport = build_transport(rank.config.weights.transport, rank.world)
+        self._publisher = Publisher(transport, message.manifest, rank.me.index, len(self._trainers))
+        if rank.me.index == 0:
+            rank.tell_manager(message.manifest)
+        rank.tell_manager(TrainerReady(rank=rank.world.rank, incarnation=0, trainer=rank.me.index))
+
+    def _trained(self, message: TrainedOn) -> None:
+        self._at = None
+        self._rank.tell_manager(
+            Trained(
+                rank=self._rank.world.rank,
+                incarnation=0,
+                step=message.step,
+                minibatch=message.minibatch,
+                tokens=message.tokens,
+                seconds=message.seconds,
+                metrics=message.metrics,
+            )
+        )
+
+    def _written(self, message: WeightsWritten) -> None:
+        self._at = None
+        publisher = self._require_publisher()
+        publisher.written(message)
+        self._rank.tell_manager(
+            Published(
+                rank=self._rank.world.rank,
+                incarnation=0,
+                version=message.version,
+                first_chunk=publisher.first_chunk,
+                digests=message.digests,
+                seconds=message.seconds,
+            )
+        )

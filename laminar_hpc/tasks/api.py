@@ -1,0 +1,39 @@
+"""What the task worker asks of a task."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from laminar_hpc.protocol.trajectory import Purpose
+
+
+class PromptCounts(NamedTuple):
+    """How many training prompts and how many held-out prompts there are."""
+
+    prompts: int
+    held_out: int
+
+
+class Task(Protocol):
+    """Prompts by number, and the reward of a response to one of them.
+
+    Everything is a function of the config: two processes that build a task from the same config see the same prompts
+    under the same numbers. No held-out prompt is among the training prompts.
+    """
+
+    @property
+    def prompts(self) -> int:
+        """Training prompts (Purpose.TRAIN) have the indices 0 to `prompts` - 1."""
+
+    @property
+    def held_out(self) -> int:
+        """Held-out prompts (Purpose.EVALUATION) have the indices 0 to `held_out` - 1."""
+
+    def text(self, purpose: Purpose, index: int) -> str:
+        """The text given to the model, the template applied."""
+
+    def solution(self, purpose: Purpose, index: int) -> str:
+        """A response that is right: what a supervised warm start imitates."""
+
+    def grade(self, purpose: Purpose, index: int, response: str) -> float:
+        """The reward of a response, 1 for a right one. May raise: then the response has no reward, which is not 0."""

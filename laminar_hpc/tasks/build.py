@@ -1,0 +1,59 @@
+"""The task that a config names, and its check at the door. Only the chosen task's libraries are imported."""
+
+from __future__ import annotations
+
+import time
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.protocol.trajectory import Purpose
+from laminar_hpc.tasks.api import PromptCounts, Task
+
+_CHECK_LIMIT_S = 3.0
+_SAMPLE = 64
+
+
+def build_task(config: Config, search_limit_s: float | None = None) -> Task:
+    """The task of `config.task`; ConfigError where it cannot be.
+
+    With `search_limit_s`, a task that has to search for its held-out prompts gives up after that time with those it has.
+    """
+    if config.task.name == "jsonl":
+        from laminar_hpc.tasks.jsonl_task import JsonlTask
+
+        return JsonlTask(config)
+    try:
+        from laminar_hpc.tasks.reasoning_gym_task import ReasoningGymTask
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"task.name = 'reasoning_gym' needs the package {error.name}: pip install 'laminar_hpc[tasks]'"
+        ) from error
+    return ReasoningGymTask(config, search_limit_s)
+
+
+def prompt_counts(config: Config) -> PromptCounts:
+    """How many prompts the task of this config has, as the task worker will say it; reads the files, draws nothing."""
+    if config.task.name == "jsonl":
+        task = build_task(config)
+        return PromptCounts(task.prompts, task.held_out)
+    return PromptCounts(config.task.prompts, config.evaluation.prompts if config.evaluation.every else 0)
+
+
+def check_task(config: Config) -> PromptCounts:
+    """Build tokenizer and task and encode a sample of prompts, in some seconds and without torch; ConfigError, one line.
+
+    Of a data set that draws slowly, only what fits into the time is looked at; its task worker looks at all.
+    """
+    try:
+        from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks need the package {error.name}: pip install 'laminar_hpc[tasks]'") from error
+    tokenizer = Tokenizer(config.model.path)
+    task = build_task(config, search_limit_s=_CHECK_LIMIT_S)
+    began_s = time.monotonic()
+    for purpose, count in ((Purpose.TRAIN, task.prompts), (Purpose.EVALUATION, task.held_out)):
+        for index in range(0, count, max(1, count // _SAMPLE)):
+            encode_prompt(tokenizer, task, purpose, index, config.rollout.max_prompt_tokens)
+            if time.monotonic() - began_s > _CHECK_LIMIT_S:
+                break
+    return prompt_counts(config)

@@ -1,0 +1,111 @@
+"""From the blocks of trajectories to padded arrays: what a trainer's worker does before torch comes in."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.protocol.peer import TrainOn
+from laminar_hpc.protocol.trajectory import Block, Source
+from laminar_hpc.trainer.advantages import group_advantages
+from laminar_hpc.trainer.api import Sequence
+
+
+class PaddedBatch(msgspec.Struct, frozen=True):
+    """B sequences, padded on the right to the longest one, L tokens; padded places have token 0 and are not trained on."""
+
+    tokens: NDArray[np.int64]
+    behaviour_logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+
+
+def own_sequences(message: TrainOn) -> list[Sequence]:
+    """The sequences that `message` gives to this trainer, in the order of `message.own`.
+
+    Advantages are taken over whole groups, wherever their members are trained. ProtocolError where a trajectory is not
+    among the mini-batch's samples, or its blocks do not fit together.
+    """
+    advantages = dict(
+        zip(message.trajectories, group_advantages(message.groups, message.rewards), strict=True),
+    )
+    if len(message.own) != len(message.blocks):
+        raise ProtocolError(
+            f"train on step {message.step}: {len(message.own)} trajectories, but blocks of {len(message.blocks)}"
+        )
+    sequences = []
+    for trajectory, blocks in zip(message.own, message.blocks, strict=True):
+        if trajectory not in advantages:
+            raise ProtocolError(f"train on step {message.step}: trajectory {trajectory} has no reward")
+        sequences.append(assemble(trajectory, blocks, advantages[trajectory]))
+    return sequences
+
+
+def assemble(trajectory: int, blocks: list[Block], advantage: float) -> Sequence:
+    """The blocks of one trajectory, in any order, as one sequence.
+
+    ProtocolError names the trajectory where blocks leave a gap, overlap, belong to another trajectory, lack the
+    log-probabilities of the model's tokens, or begin without a prompt.
+    """
+    ordered = sorted(blocks, key=lambda block: block.offset)
+    end = 0
+    for block in ordered:
+        _check_block(trajectory, block, end)
+        end = block.end
+    if not ordered:
+        raise ProtocolError(f"trajectory {trajectory}: no blocks")
+    tokens = np.frombuffer(b"".join(block.tokens for block in ordered), dtype="<i4").astype(np.int64)
+    logprobs = np.zeros(end, dtype=np.float32)
+    mask = np.zeros(end, dtype=np.bool_)
+    for block in ordered:
+        if block.source is Source.MODEL:
+            logprobs[block.offset : block.end] = np.frombuffer(block.logprobs, dtype="<f4")
+            mask[block.offset : block.end] = True
+    return Sequence(tokens=tokens, behaviour_logprobs=logprobs, loss_mask=mask, advantage=advantage)
+
+
+def _check_block(trajectory: int, block: Block, end: int) -> None:
+    where = f"trajectory {trajectory}: block at offset {block.offset}"
+    if block.trajectory != trajectory:
+        raise ProtocolError(f"{where} belongs to trajectory {block.trajectory}")
+    if block.offset != end:
+        kind = "overlaps" if block.offset < end else "leaves a gap after"
+        raise ProtocolError(f"{where} {kind} the tokens before it, which end at {end}")
+    if block.source is Source.MODEL and len(block.logprobs) != len(block.tokens):
+        raise ProtocolError(f"{where} has {block.count} tokens, but {len(block.logprobs) // 4} log-probabilities")
+    if block.source is Source.MODEL and block.offset == 0:
+        raise ProtocolError(f"{where}: the model's first token has no token before it to be predicted from")
+
+
+def micro_batches(sequences: list[Sequence], max_tokens: int) -> list[list[Sequence]]:
+    """Cut `sequences` into micro-batches of at most `max_tokens` padded tokens (number times longest).
+
+    Sequences of like length come together, longest first, so that little is padded; a sequence longer than `max_tokens`
+    makes a micro-batch alone. The cut is a function of the lengths and their order alone.
+    """
+    batches: list[list[Sequence]] = []
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.tokens)):
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].tokens) <= max_tokens:
+            batches[-1].append(sequence)
+        else:
+            batches.append([sequence])
+    return batches
+
+
+def pad(sequences: list[Sequence]) -> PaddedBatch:
+    """These sequences as arrays (B, L), padded on the right."""
+    shape = (len(sequences), max(len(sequence.tokens) for sequence in sequences))
+    batch = PaddedBatch(
+        tokens=np.zeros(shape, dtype=np.int64),
+        behaviour_logprobs=np.zeros(shape, dtype=np.float32),
+        loss_mask=np.zeros(shape, dtype=np.bool_),
+        advantages=np.array([sequence.advantage for sequence in sequences], dtype=np.float32),
+    )
+    for row, sequence in enumerate(sequences):
+        length = len(sequence.tokens)
+        batch.tokens[row, :length] = sequence.tokens
+        batch.behaviour_logprobs[row, :length] = sequence.behaviour_logprobs
+        batch.loss_mask[row, :length] = sequence.loss_mask
+    return batch

@@ -1,0 +1,16 @@
+"""The training engine that the config names; only that one is imported."""
+
+from __future__ import annotations
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.trainer.api import TrainingEngine
+
+
+def build_trainer(config: Config, trainer: int, trainers: int) -> TrainingEngine:
+    """The engine of `config.trainer.engine` for trainer number `trainer` of `trainers`."""
+    if config.trainer.engine == "torch":
+        from laminar_hpc.trainer.torch_trainer import TorchTrainer
+
+        return TorchTrainer(config, trainer, trainers)
+    raise ConfigError(f"trainer.engine must be torch, got {config.trainer.engine!r}")

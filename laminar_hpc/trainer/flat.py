@@ -1,0 +1,67 @@
+"""All parameters of a model as one run of float32 numbers, and their gradients as another one.
+
+One bucket makes one all-reduce, one norm and one check for finite numbers. A float32 model lives in the bucket itself; a
+model of another type has its master weights there, which small updates need, and takes a rounded copy after each step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatParameters:
+    """The trainable parameters of `model`, in their order, as views of `values` and `gradients`, float32 (N,)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        count = sum(parameter.numel() for parameter in self._parameters)
+        device = self._parameters[0].device
+        self.values = torch.empty(count, dtype=torch.float32, device=device)
+        self.gradients = torch.zeros(count, dtype=torch.float32, device=device)
+        self.masters: list[nn.Parameter] = []
+        first = 0
+        for parameter in self._parameters:
+            end = first + parameter.numel()
+            self._adopt(parameter, slice(first, end))
+            first = end
+
+    def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
+        value = self.values[place].view(parameter.shape)
+        value.copy_(parameter.detach())
+        if parameter.dtype == torch.float32:
+            parameter.data = value
+            master = parameter
+        else:
+            master = nn.Parameter(value)
+        master.grad = self.gradients[place].view(parameter.shape)
+        self.masters.append(master)
+
+    def collect_gradients(self) -> None:
+        """Add what one backward pass has left at the parameters to `gradients`; nothing to do where they are one."""
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            if parameter is not master and parameter.grad is not None:
+                assert master.grad is not None
+                master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of all gradients, float32 (); they are scaled down to `max_norm` where it is larger (0: never)."""
+        norm = torch.linalg.vector_norm(self.gradients)
+        if max_norm > 0.0:
+            self.gradients.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def spread_values(self) -> None:
+        """Round the master weights to the model's own type; nothing to do where they are one."""
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            if parameter is not master:
+                parameter.copy_(master)
+
+    def groups(self, weight_decay: float) -> list[dict[str, object]]:
+        """Parameter groups for an optimizer: matrices decay, biases and norms do not."""
+        matrices = [master for master in self.masters if master.ndim >= 2]
+        vectors = [master for master in self.masters if master.ndim < 2]
+        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,0 +1,159 @@
+"""The plain torch trainer: a transformers model, AdamW, and data parallelism over torch.distributed.
+
+All trainers hold all weights. Each computes its own share of a mini-batch's gradient; one all-reduce sums the shares, and
+every trainer makes the same step from the same sum, so weights stay equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
+from laminar_hpc.trainer.batch import micro_batches, pad
+from laminar_hpc.trainer.flat import FlatParameters
+from laminar_hpc.trainer.hf import load_model, model_manifest
+from laminar_hpc.trainer.loss import SUMMED, clipped_terms, token_entropy, token_metrics, token_weights
+
+
+def trainer_device(trainer: int) -> torch.device:
+    """Where trainer number `trainer` computes: a GPU of its node if there is one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", trainer % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+class TorchTrainer:
+    """A `TrainingEngine` for Hugging Face Llama- and Qwen-style models.
+
+    With more than one trainer the default process group of torch.distributed must be up, with as many members.
+    """
+
+    def __init__(self, config: Config, trainer: int, trainers: int) -> None:
+        """Load the checkpoint at `config.model.path`; ConfigError where it is not sound."""
+        self._config = config.trainer
+        self._temperature = config.rollout.temperature or 1.0  # greedy tokens carry log-probabilities at temperature 1
+        self._aggregation = config.trainer.aggregation
+        self._distributed = trainers > 1
+        self._device = trainer_device(trainer)
+        self.model: Any = load_model(config.model.path, config.model.dtype).to(self._device)
+        self.model.eval()  # no dropout: the ratio compares two policies, not two noises
+        self._flat = FlatParameters(self.model)
+        self._optimizer = torch.optim.AdamW(
+            self._flat.groups(config.trainer.weight_decay),
+            lr=config.trainer.learning_rate,
+            betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
+        )
+        self._steps = 0
+        self._parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        self._manifest = model_manifest(self.model, config.weights.chunk_bytes)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Layout of the weight image, the same on all trainers."""
+        return self._manifest
+
+    def train(self, sequences: list[Sequence]) -> dict[str, float]:
+        """One optimizer step on a mini-batch, of which this trainer has these sequences (there may be none).
+
+        Returns the metrics of the whole mini-batch, equal on all trainers: means over its tokens of `loss` (as
+        aggregated), `entropy`, `clip_fraction_low`, `clip_fraction_high` and `kl_behaviour`; `ratio_max`; `grad_norm`
+        before clipping; `learning_rate`; `skipped`, 1 where the gradient was not finite and no step was made.
+        """
+        totals = self._totals(sequences)
+        self._flat.gradients.zero_()
+        sums, ratio_max = self._zeros(len(SUMMED)), self._zeros()
+        for micro_batch in micro_batches(sequences, self._config.micro_batch_tokens):
+            micro_sums, micro_ratio = self._backward(micro_batch, totals)
+            sums += micro_sums
+            ratio_max = torch.maximum(ratio_max, micro_ratio)
+        if self._distributed:
+            dist.all_reduce(self._flat.gradients)
+            dist.all_reduce(sums)
+            dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX)
+        means = sums.tolist()
+        metrics = dict(zip(SUMMED, [means[0], *(value / max(1, totals.tokens) for value in means[1:])], strict=True))
+        metrics["ratio_max"] = ratio_max.item()
+        return metrics | self._step()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last mini-batch by parameter name, summed over all trainers and clipped."""
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return {name: master.grad for name, master in zip(names, self._flat.masters, strict=True) if master.grad is not None}
+
+    def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
+        """Copy these chunks of the image as the weights are now; `image` is as long as the chunks together."""
+        if chunks == 0:
+            return
+        low = self._manifest.chunk_range(first_chunk)[0]
+        high = self._manifest.chunk_range(first_chunk + chunks - 1)[1]
+        image[:] = 0
+        for entry in self._manifest.tensors:
+            start, end = max(low, entry.offset), min(high, entry.offset + entry.nbytes)
+            if start < end:
+                data = self._parameters[entry.name].detach().reshape(-1).view(torch.uint8)
+                piece = data[start - entry.offset : end - entry.offset].cpu().numpy()
+                image[start - low : end - low] = piece
+
+    def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
+        lengths = [int(sequence.loss_mask.sum()) for sequence in sequences]
+        counts = torch.tensor([sum(length > 0 for length in lengths), sum(lengths)], device=self._device)
+        if self._distributed:
+            dist.all_reduce(counts)
+        return MiniBatchTotals(sequences=int(counts[0]), tokens=int(counts[1]))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+    def _backward(self, sequences: list[Sequence], totals: MiniBatchTotals) -> tuple[Tensor, Tensor]:
+        """Add the gradient of one micro-batch; its sums of `SUMMED`, float64 (5,), and its largest ratio."""
+        batch = pad(sequences)
+        mask = torch.from_numpy(batch.loss_mask).to(self._device)
+        if not mask.any():
+            return self._zeros(len(SUMMED)), self._zeros()
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        behaviour = torch.from_numpy(batch.behaviour_logprobs).to(self._device)[mask]
+        rows = mask.nonzero()[:, 0]
+        advantages = torch.from_numpy(batch.advantages).to(self._device)[rows]
+        weights = token_weights(self._aggregation, mask.sum(dim=1), totals)[rows]
+        log_distribution = self._log_distribution(tokens, mask)
+        logprobs = log_distribution.gather(1, tokens[mask][:, None])[:, 0]
+        terms = clipped_terms(logprobs, behaviour, advantages, self._config.clip_low, self._config.clip_high)
+        loss = (weights * terms).sum()
+        loss.backward()
+        self._flat.collect_gradients()
+        entropy = token_entropy(log_distribution.detach())
+        sums, ratio_max = token_metrics(
+            logprobs.detach(), behaviour, advantages, entropy, self._config.clip_low, self._config.clip_high
+        )
+        return torch.cat([loss.detach().double()[None], sums]), ratio_max
+
+    def _log_distribution(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Log-probabilities of all tokens at the places of `mask`, float32 (N, vocabulary), N set places in row order.
+
+        Padding is on the right and attention is causal, so no attention mask is needed: no real token sees a padded one.
+        """
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        predicting = hidden[:, :-1][mask[:, 1:]]
+        logits = self.model.get_output_embeddings()(predicting).float() / self._temperature
+        return torch.log_softmax(logits, dim=-1)
+
+    def _step(self) -> dict[str, float]:
+        norm = float(self._flat.clip(self._config.clip_grad_norm))
+        finite = bool(np.isfinite(norm))
+        warmup = max(1, self._config.warmup_steps)
+        rate = self._config.learning_rate * min(1.0, (self._steps + 1) / warmup)
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._flat.spread_values()
+            self._steps += 1
+        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(not finite)}

@@ -1,0 +1,82 @@
+"""Digests of chunks and of whole images: XXH3 (64 bits), which tells corruption from data but is no cryptography.
+
+A chunk's digest is 8 bytes, little-endian; the digests of several chunks are their concatenation in order. The digest of
+an image is that of the concatenated digests of all its chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from laminar_hpc.errors import EngineError
+from laminar_hpc.protocol.peer import Manifest
+
+DIGEST_BYTES = 8
+
+_ZEROS = np.zeros(4096, dtype=np.uint8)
+
+
+def chunk_digest(data: NDArray[np.uint8]) -> bytes:
+    """The digest of these bytes."""
+    return xxhash.xxh3_64_intdigest(data.data).to_bytes(DIGEST_BYTES, "little")
+
+
+def range_digests(manifest: Manifest, first_chunk: int, chunks: int, data: NDArray[np.uint8]) -> bytes:
+    """The digests of `chunks` chunks from `first_chunk` on, whose bytes are `data`."""
+    start = manifest.chunk_range(first_chunk)[0]
+    bounds = (manifest.chunk_range(chunk) for chunk in range(first_chunk, first_chunk + chunks))
+    return b"".join(chunk_digest(data[low - start : high - start]) for low, high in bounds)
+
+
+def image_digest(digests: bytes) -> bytes:
+    """The digest of the image whose chunks have these digests."""
+    return xxhash.xxh3_64_intdigest(digests).to_bytes(DIGEST_BYTES, "little")
+
+
+def digests_of(tensors: Iterable[NDArray[np.uint8]], manifest: Manifest) -> bytes:
+    """The digests that an image of these tensors has, without building the image.
+
+    `tensors` are the bytes of every tensor, flat and in the manifest's order. EngineError names the one that does not fit.
+    """
+    digests: list[bytes] = []
+    hasher = xxhash.xxh3_64()
+    room = manifest.chunk_bytes
+    for piece in _image_pieces(tensors, manifest):
+        while piece.size:
+            hasher.update(piece[:room].data)
+            taken = min(room, piece.size)
+            piece = piece[taken:]
+            room -= taken
+            if room == 0:
+                digests.append(hasher.intdigest().to_bytes(DIGEST_BYTES, "little"))
+                hasher.reset()
+                room = manifest.chunk_bytes
+    if len(digests) < manifest.chunks:
+        digests.append(hasher.intdigest().to_bytes(DIGEST_BYTES, "little"))
+    return b"".join(digests)
+
+
+def _image_pieces(tensors: Iterable[NDArray[np.uint8]], manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of the image from its first to its last one, padding included, in pieces."""
+    end = 0
+    given = iter(tensors)
+    for entry in manifest.tensors:
+        data = next(given, None)
+        if data is None or data.nbytes != entry.nbytes:
+            found = "none is left" if data is None else f"got {data.nbytes}"
+            raise EngineError(f"weights: tensor {entry.name!r} must have {entry.nbytes} bytes, {found}")
+        yield from _padding(entry.offset - end)
+        yield np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        end = entry.offset + entry.nbytes
+    if next(given, None) is not None:
+        raise EngineError(f"weights: more than the manifest's {len(manifest.tensors)} tensors")
+    yield from _padding(manifest.nbytes - end)
+
+
+def _padding(nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    for start in range(0, nbytes, _ZEROS.size):
+        yield _ZEROS[: nbytes - start]

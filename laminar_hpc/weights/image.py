@@ -1,0 +1,259 @@
+"""Memory that holds weight versions for the processes of one node.
+
+The memory has no name: it is an anonymous file (`memfd_create`) that other processes of the same user map through
+`/proc/<pid>/fd/<n>` of its owner. It is gone with the last process that has it open or mapped, however that one ends; a
+file in /dev/shm outlives a killed job, has to be found and removed by the next one, and shares a size limit that
+containers set to 64 MB. The file is open to its owner's user alone and cannot change its size, so that no reader can
+fault on bytes that are no longer there. Readers map it read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterator
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.protocol.peer import Lease
+
+
+class SlotState(str, Enum):
+    """What a slot's bytes are: nobody's, partly written, or a complete version."""
+
+    EMPTY = "empty"
+    FILLING = "filling"
+    READY = "ready"
+
+
+class _Slot:
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.clear()
+
+    def clear(self) -> None:
+        self.state = SlotState.EMPTY
+        self.version: int | None = None
+        self.digests = b""
+        self.leases: Counter[int] = Counter()
+
+
+class Image:
+    """Slots for versions of one weight image (or of a part of one): EMPTY > FILLING > READY > EMPTY.
+
+    One process owns the image and calls its methods; others only read (or, for a trainer's worker, fill) bytes.
+
+    * The filler: `begin_fill`, write the bytes, `complete` or `abandon`.
+    * A reader of the newest version: `lease`, read, `give_back`. A borrower is a rank and may hold several leases.
+    * A reader of one version, complete or not: `hold`, read those bytes that it knows are written, `give_back`.
+
+    Invariants:
+
+    1. No two slots hold the same version, and a version that begins to fill is newer than every READY one.
+    2. Bytes of a slot change only while it is FILLING. A READY slot becomes EMPTY only in `begin_fill`, for want of an empty
+       one, and only without leases and when a newer version is READY.
+    3. So whoever leased a version sees that version's bytes alone until it gives the lease back, and `newest` never sinks.
+
+    For example with 2 slots: version 1 is READY and leased, 2 becomes READY. Now `begin_fill(3)` gives None until the lease
+    of 1 is back, then takes 1's slot; 2 stays until 3 is READY.
+    """
+
+    def __init__(self, fd: int, slot_bytes: int, slots: int) -> None:
+        """Take over `fd`; callers use `create`."""
+        stride = _page_aligned(slot_bytes)
+        self.slot_bytes = slot_bytes
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._fd: int | None = fd
+        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mmap.mmap(fd, stride * slots), dtype=np.uint8)
+        self._slots = [_Slot(stride * index) for index in range(slots)]
+
+    @classmethod
+    def create(cls, slot_bytes: int, slots: int) -> Image:
+        """An image with all slots EMPTY and zeroed; at least 2 of them, since the newest version is never overwritten."""
+        if slots < 2 or slot_bytes < 0:
+            raise ValueError(
+                f"an image needs at least 2 slots of 0 bytes or more, got {slots} slots of {slot_bytes} bytes"
+            )
+        fd = os.memfd_create("laminar-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, _page_aligned(slot_bytes) * slots)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(fd, slot_bytes, slots)
+
+    # --- the filler ---------------------------------------------------------------------------------------------
+
+    def begin_fill(self, version: int) -> NDArray[np.uint8] | None:
+        """A slot's bytes (uint8, `slot_bytes` long) to write `version` to; None while no slot can be had.
+
+        The bytes are those of the version that was there before.
+        """
+        newest = self.newest
+        if self._find(version) is not None or (newest is not None and version <= newest):
+            raise ProtocolError(f"image: version {version} cannot be filled; held are {self.describe()}")
+        slot = self._free_slot(newest)
+        if slot is None:
+            return None
+        slot.clear()
+        slot.state, slot.version = SlotState.FILLING, version
+        return self._view(slot)
+
+    def complete(self, version: int, digests: bytes) -> None:
+        """All bytes of `version` are written, and have these digests; it becomes READY and keeps its holds."""
+        slot = self._slot(version, SlotState.FILLING)
+        slot.state, slot.digests = SlotState.READY, digests
+
+    def abandon(self, version: int) -> None:
+        """Stop filling `version`: its slot is EMPTY again. Nobody may hold it."""
+        slot = self._slot(version, SlotState.FILLING)
+        if slot.leases:
+            raise ProtocolError(f"image: version {version} cannot be abandoned, ranks {sorted(slot.leases)} hold it")
+        slot.clear()
+
+    # --- readers ------------------------------------------------------------------------------------------------
+
+    @property
+    def newest(self) -> int | None:
+        """The newest READY version."""
+        return max(
+            (s.version for s in self._slots if s.state is SlotState.READY and s.version is not None), default=None
+        )
+
+    def lease(self, borrower: int, at_least: int) -> int | None:
+        """Lend the newest READY version to `borrower` and name it; None where it is older than `at_least`."""
+        newest = self.newest
+        if newest is None or newest < at_least:
+            return None
+        self.hold(borrower, newest)
+        return newest
+
+    def hold(self, borrower: int, version: int) -> None:
+        """Lend `version` to `borrower`, also while it is FILLING."""
+        self._slot(version).leases[borrower] += 1
+
+    def give_back(self, borrower: int, version: int) -> None:
+        """`borrower` gives one lease of `version` back."""
+        slot = self._slot(version)
+        if slot.leases[borrower] < 1:
+            raise ProtocolError(
+                f"image: rank {borrower} gives back version {version} without a lease; {self.describe()}"
+            )
+        slot.leases[borrower] -= 1
+        slot.leases += Counter()  # drops the zeros
+
+    def drop_borrower(self, borrower: int) -> None:
+        """Take back all that `borrower`, which is gone, had leased."""
+        for slot in self._slots:
+            slot.leases.pop(borrower, None)
+
+    def leases(self, version: int) -> int:
+        """How many leases of `version` are out."""
+        return self._slot(version).leases.total()
+
+    # --- what a version is --------------------------------------------------------------------------------------
+
+    def state(self, version: int) -> SlotState:
+        """FILLING or READY; EMPTY where no slot holds `version`."""
+        slot = self._find(version)
+        return SlotState.EMPTY if slot is None else slot.state
+
+    def bytes_of(self, version: int) -> NDArray[np.uint8]:
+        """The bytes of `version`, complete or not (uint8, `slot_bytes` long)."""
+        return self._view(self._slot(version))
+
+    def offset_of(self, version: int) -> int:
+        """Where the bytes of `version` begin in the memory at `path`."""
+        return self._slot(version).offset
+
+    def digests_of(self, version: int) -> bytes:
+        """The digests that READY `version` was completed with."""
+        return self._slot(version, SlotState.READY).digests
+
+    def close(self) -> None:
+        """Give the memory up; it is freed when nobody has it mapped any more. Calling it again does nothing."""
+        self._bytes = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _find(self, version: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.version == version), None)
+
+    def _slot(self, version: int, state: SlotState | None = None) -> _Slot:
+        slot = self._find(version)
+        if slot is None or (state is not None and slot.state is not state):
+            wanted = "held" if state is None else state.value
+            raise ProtocolError(f"image: version {version} is not {wanted}; held are {self.describe()}")
+        return slot
+
+    def _free_slot(self, newest: int | None) -> _Slot | None:
+        empty = next((slot for slot in self._slots if slot.state is SlotState.EMPTY), None)
+        if empty is not None:
+            return empty
+        retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.leases]
+        return min(retirable, key=lambda slot: slot.version or 0, default=None)
+
+    def _view(self, slot: _Slot) -> NDArray[np.uint8]:
+        if self._bytes is None:
+            raise ProtocolError("image: used after it was closed")
+        return self._bytes[slot.offset : slot.offset + self.slot_bytes]
+
+    def describe(self) -> str:
+        """What the slots hold and who has leased it, for people."""
+        held = [
+            f"{s.version} ({s.state.value}, lent to {sorted(s.leases) or 'nobody'})"
+            for s in self._slots
+            if s.leases or s.version is not None
+        ]
+        return ", ".join(held) or "none"
+
+
+@contextlib.contextmanager
+def map_lease(lease: Lease, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """The `nbytes` bytes of a leased image, read-only, in another process than its owner's.
+
+    They must not be used once the lease is given back: the memory may hold another version by then. It is unmapped when
+    the block has ended and the last view of it is gone.
+    """
+    with _mapped(lease.path, lease.offset, nbytes, writable=False) as image:
+        yield image
+
+
+@contextlib.contextmanager
+def map_slot(path: str, offset: int, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """The `nbytes` bytes from `offset` on in the memory at `path`, to be filled by another process than its owner's."""
+    with _mapped(path, offset, nbytes, writable=True) as image:
+        yield image
+
+
+@contextlib.contextmanager
+def _mapped(path: str, offset: int, nbytes: int, writable: bool) -> Iterator[NDArray[np.uint8]]:
+    if nbytes == 0:  # cannot be mapped, and need not be
+        yield np.empty(0, dtype=np.uint8)
+        return
+    try:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    except OSError as error:
+        raise ProtocolError(f"image at {path} cannot be opened, its owner may be gone: {error.strerror}") from error
+    try:
+        memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, offset=offset)
+    finally:
+        os.close(fd)
+    yield np.frombuffer(memory, dtype=np.uint8)  # keeps `memory` mapped as long as there are views of it
+
+
+def _page_aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to whole units of mapping, at least one."""
+    unit = mmap.ALLOCATIONGRANULARITY
+    return max(1, -(-nbytes // unit)) * unit

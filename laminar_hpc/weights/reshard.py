@@ -1,0 +1,35 @@
+"""Which trainer publishes which part of the image.
+
+Each trainer takes a contiguous run of chunks; the runs differ in length by one at most and cover every chunk once. Where
+there are more trainers than chunks, some take none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.protocol.commands import Share
+
+
+def share(chunks: int, trainers: int, trainer: int) -> tuple[int, int]:
+    """First chunk, and number of chunks, of `trainer` (0 first) among `trainers`."""
+    if not 0 <= trainer < trainers:
+        raise ValueError(f"trainer must be in 0 to {trainers - 1}, got {trainer}")
+    first = chunks * trainer // trainers
+    return first, chunks * (trainer + 1) // trainers - first
+
+
+def check_shares(shares: Iterable[Share], chunks: int) -> None:
+    """ProtocolError where these shares do not hold each of `chunks` chunks exactly once."""
+    expected = 0
+    for part in sorted(shares, key=lambda part: (part.first_chunk, part.chunks)):
+        if part.chunks == 0:
+            continue
+        if part.chunks < 0 or part.first_chunk != expected:
+            raise ProtocolError(
+                f"share of rank {part.rank}: {part.chunks} chunks from {part.first_chunk} on, expected chunk {expected} next"
+            )
+        expected += part.chunks
+    if expected != chunks:
+        raise ProtocolError(f"the shares hold {expected} chunks, the image has {chunks}")

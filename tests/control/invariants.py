@@ -1,0 +1,329 @@
+"""Checks design.md's invariants of a run from outside: from its events and commands, never from the controller's state."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from laminar_hpc.control.controller import Settings
+from laminar_hpc.protocol.commands import (
+    Broadcast,
+    Command,
+    EndJob,
+    Generate,
+    Publish,
+    Pull,
+    Release,
+    ReportEvaluation,
+    ReportStep,
+    Settle,
+    Train,
+    TrajectoryOutcome,
+)
+from laminar_hpc.protocol.events import (
+    Event,
+    Finished,
+    Loaded,
+    Published,
+    RankLost,
+    RelayHolds,
+    RolloutReady,
+    Streamed,
+    TrainerReady,
+)
+from laminar_hpc.protocol.trajectory import Purpose, State, TrajectorySpec, Verdict
+
+
+class SeenRollout(msgspec.Struct, eq=False):
+    incarnation: int
+    concurrency: int
+    alive: bool = True
+    version: int | None = None
+    pulling: int | None = None
+    owned: set[int] = set()
+
+
+class SeenTrajectory(msgspec.Struct, eq=False):
+    spec: TrajectorySpec
+    version: int
+    tokens: int = 0
+    finished: Finished | None = None
+    staleness_finish: int | None = None
+
+
+class InvariantChecker:
+    """Follows a run; any broken invariant is an AssertionError."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.sync = settings.mode == "sync"
+        self.rollouts: dict[int, SeenRollout] = {}
+        self.trajectories: dict[int, SeenTrajectory] = {}
+        self.settled: dict[int, TrajectoryOutcome] = {}
+        self.groups: dict[int, TrajectorySpec] = {}
+        self.group_ends: dict[int, State] = {}
+        self.in_batch: dict[int, tuple[int, int]] = {}
+        """Trajectory -> (step, staleness when the batch formed)."""
+        self.batched_groups: dict[int, int] = {}
+        self.published: dict[int, set[int]] = {}
+        self.announced: dict[int, int] = {}
+        self.complete: list[int] = []
+        self.shares: dict[int, dict[int, Published]] = {}
+        self.released: list[int] = []
+        self.broadcast: list[int] = []
+        self.held: dict[int, set[int]] = {}
+        self.reports: list[ReportStep] = []
+        self.evaluations: list[ReportEvaluation] = []
+        self.trainers: dict[int, int] = {}
+        self.ended: EndJob | None = None
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def see(self, event: Event, commands: list[Command]) -> None:
+        """One event and what followed from it."""
+        assert self.ended is None or not commands, f"commands after the end: {commands}"
+        self._see_event(event)
+        for command in commands:
+            getattr(self, f"_see_{type(command).__name__}")(command)
+        assert len(self.trajectories) == max(self.trajectories, default=-1) + 1, "trajectory ids are consecutive"
+        assert len(self.groups) == max(self.groups, default=-1) + 1, "group numbers are consecutive"
+        self._check_admission()
+
+    def _current(self, event: Event) -> SeenRollout | None:
+        seen = self.rollouts.get(event.rank)
+        return seen if seen and seen.alive and seen.incarnation == event.incarnation else None
+
+    def _see_event(self, event: Event) -> None:
+        match event:
+            case TrainerReady():
+                self.trainers.setdefault(event.rank, event.trainer)
+            case RolloutReady():
+                seen = self.rollouts.get(event.rank)
+                if seen is None or event.incarnation > seen.incarnation:
+                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency)
+            case RankLost():
+                if seen := self._current(event):
+                    seen.alive, seen.owned = False, set()
+            case Loaded():
+                seen = self._current(event)
+                if seen and seen.pulling is not None and event.version >= seen.pulling:
+                    assert seen.version is None or event.version > seen.version
+                    seen.version, seen.pulling = event.version, None
+            case Streamed():
+                self._see_streamed(event)
+            case Finished():
+                self._see_finished(event)
+            case Published():
+                shares = self.shares.setdefault(event.version, {})
+                shares.setdefault(event.rank, event)
+                if len(shares) == self.settings.trainers and event.version not in self.complete:
+                    self.complete.append(event.version)
+            case RelayHolds():
+                self.held.setdefault(event.rank, set()).add(event.version)
+            case _:
+                pass
+
+    def _see_streamed(self, event: Streamed) -> None:
+        seen = self._current(event)
+        for progress in event.progress:
+            if seen and progress.trajectory in seen.owned:
+                one = self.trajectories[progress.trajectory]
+                one.tokens = max(one.tokens, progress.tokens)
+
+    def _see_finished(self, event: Finished) -> None:
+        seen = self._current(event)
+        if seen and event.trajectory in seen.owned:
+            seen.owned.remove(event.trajectory)
+            one = self.trajectories[event.trajectory]
+            assert one.finished is None, f"trajectory {event.trajectory} finished twice"
+            one.finished = event
+            one.staleness_finish = self._age(one.version)
+
+    def _age(self, version: int) -> int:
+        """Versions that became complete after `version`, counted one by one."""
+        return len([other for other in self.complete if other > version])
+
+    # --- commands: rollouts -----------------------------------------------------------------------------------------
+
+    def _see_Generate(self, command: Generate) -> None:
+        seen = self.rollouts[command.rank]
+        assert seen.alive, f"work for lost rollout {command.rank}"
+        assert seen.incarnation == command.incarnation
+        assert seen.pulling is None, f"rollout {command.rank} is loading"
+        assert seen.version == command.version, f"rollout {command.rank} holds {seen.version}, not {command.version}"
+        assert command.trajectories
+        for spec in command.trajectories:
+            self._see_hand_out(spec, command.version)
+            seen.owned.add(spec.id)
+        groups = {self.trajectories[id].spec.group for id in seen.owned}
+        assert len(seen.owned) <= seen.concurrency or len(groups) == 1, f"rollout {command.rank} is overfull"
+
+    def _see_hand_out(self, spec: TrajectorySpec, version: int) -> None:
+        owners = [rank for rank, seen in self.rollouts.items() if spec.id in seen.owned]
+        assert not owners, f"trajectory {spec.id} is owned by {owners} already"
+        assert spec.id not in self.settled
+        known = self.trajectories.get(spec.id)
+        if known is None:
+            assert spec.resume_tokens == 0
+            self.trajectories[spec.id] = SeenTrajectory(spec, version)
+        else:
+            assert known.finished is None, f"trajectory {spec.id} had finished"
+            assert known.version == version, f"trajectory {spec.id} would mix versions {known.version} and {version}"
+            assert msgspec.structs.replace(spec, resume_tokens=0) == known.spec
+            assert spec.resume_tokens == known.tokens
+        first = self.groups.setdefault(spec.group, spec)
+        assert (first.prompt, first.purpose) == (spec.prompt, spec.purpose)
+        assert spec.group not in self.group_ends, f"group {spec.group} had ended"
+        assert spec.group not in self.batched_groups, f"group {spec.group} was trained on"
+        versions = {one.version for one in self._open_members(spec.group)}
+        assert versions == {version}, f"group {spec.group} mixes versions {versions}"
+        if self.sync and spec.purpose is Purpose.TRAIN:
+            assert version == self.complete[-1], "a cohort is generated under the newest version"
+
+    def _open_members(self, group: int) -> list[SeenTrajectory]:
+        return [one for id, one in self.trajectories.items() if one.spec.group == group and id not in self.settled]
+
+    def _see_Pull(self, command: Pull) -> None:
+        seen = self.rollouts[command.rank]
+        assert seen.alive
+        assert seen.incarnation == command.incarnation
+        assert not seen.owned, (
+            f"rollout {command.rank} would take weights in the middle of {len(seen.owned)} trajectories"
+        )
+        assert seen.pulling is None
+        assert seen.version is None or command.version > seen.version
+        assert command.version in self.broadcast
+        seen.pulling = command.version
+
+    # --- commands: trainers and relays ------------------------------------------------------------------------------
+
+    def _see_Train(self, command: Train) -> None:
+        settings = self.settings
+        assert command.minibatches == settings.minibatches
+        assert command.step == len(self.reports) + 1
+        groups = Counter(sample.group for sample in command.samples)
+        assert len(groups) == settings.prompts // settings.minibatches
+        assert min(groups.values()) >= 2
+        for sample in command.samples:
+            one = self.trajectories[sample.trajectory]
+            assert sample.trajectory not in self.in_batch, f"trajectory {sample.trajectory} trained twice"
+            assert sample.trajectory not in self.settled
+            assert one.finished is not None
+            assert one.finished.verdict is Verdict.GRADED
+            assert sample.reward == one.finished.reward
+            assert sample.tokens == one.finished.prompt_tokens + one.finished.response_tokens
+            assert 0 <= sample.trainer < settings.trainers
+            assert one.spec.purpose is Purpose.TRAIN
+            self.in_batch[sample.trajectory] = (command.step, self._age(one.version))
+        for group, members in groups.items():
+            assert group not in self.batched_groups, f"group {group} trained twice"
+            assert members == len(self._open_members(group)), f"group {group} trained without all its members"
+            assert len({one.version for one in self._open_members(group)}) == 1
+            self.batched_groups[group] = command.step
+
+    def _see_Publish(self, command: Publish) -> None:
+        assert len(self.trainers) == self.settings.trainers
+        assert command.version not in self.announced
+        assert command.version == self.settings.first_version + len(self.announced)
+        assert command.step == len(self.announced)
+        assert len(self.complete) == len(self.announced), "one publication at a time"
+        self.announced[command.version] = command.step
+
+    def _see_Broadcast(self, command: Broadcast) -> None:
+        assert command.version in self.complete
+        assert command.version not in self.broadcast
+        shares = sorted(self.shares[command.version].values(), key=lambda share: share.first_chunk)
+        assert command.digests == b"".join(share.digests for share in shares)
+        assert [share.rank for share in command.shares] == [share.rank for share in shares]
+        assert command.chain == sorted(command.chain)
+        assert len(command.chain) == self.settings.relays
+        self.broadcast.append(command.version)
+
+    def _see_Release(self, command: Release) -> None:
+        assert command.version not in self.released
+        assert command.version in self.held[min(self.held)]
+        self.released.append(command.version)
+
+    # --- commands: ends ---------------------------------------------------------------------------------------------
+
+    def _see_Settle(self, command: Settle) -> None:
+        assert command.trajectories or command.groups
+        for outcome in command.trajectories:
+            one = self.trajectories[outcome.trajectory]
+            assert outcome.trajectory not in self.settled, f"trajectory {outcome.trajectory} settled twice"
+            assert outcome.reason
+            assert outcome.version == one.version
+            assert outcome.staleness_finish == one.staleness_finish
+            if outcome.state is State.CONSUMED and outcome.purpose is Purpose.TRAIN:
+                assert (outcome.step, outcome.staleness_consumption) == self.in_batch[outcome.trajectory]
+            for seen in self.rollouts.values():
+                assert outcome.trajectory not in seen.owned or outcome.state is State.RETURNED
+            self.settled[outcome.trajectory] = outcome
+        for group in command.groups:
+            assert group.group not in self.group_ends, f"group {group.group} settled twice"
+            assert group.reason
+            if group.purpose is Purpose.TRAIN and group.state is State.CONSUMED:
+                assert group.step == self.batched_groups[group.group]
+            self.group_ends[group.group] = group.state
+            assert not self._open_members(group.group), f"group {group.group} ended before its trajectories"
+
+    def _see_ReportStep(self, report: ReportStep) -> None:
+        assert report.step == len(self.reports) + 1
+        assert report.samples == len([id for id, (step, _) in self.in_batch.items() if step == report.step])
+        if self.sync:
+            assert report.staleness_finish_max == 0
+            assert report.staleness_consumption_max == 0
+        if self.settings.eviction == "stale":
+            assert report.staleness_consumption_max <= self.settings.max_staleness
+        self.reports.append(report)
+
+    def _see_ReportEvaluation(self, report: ReportEvaluation) -> None:
+        settings = self.settings
+        assert report.prompts == min(settings.evaluation_prompts, settings.held_out_prompts)
+        answers = [
+            one
+            for id, one in self.trajectories.items()
+            if one.spec.purpose is Purpose.EVALUATION and id not in self.settled and one.finished is not None
+        ]
+        answers = [one for one in answers if one.version == report.version]
+        graded = [one for one in answers if one.finished and one.finished.verdict is Verdict.GRADED]
+        assert len(graded) >= report.graded
+        assert {one.spec.prompt for one in answers} == set(range(report.prompts))
+        assert report.step == self.announced[report.version]
+        self.evaluations.append(report)
+
+    def _evaluation_steps(self) -> list[int]:
+        every, steps = self.settings.evaluation_every, self.settings.steps
+        return [step for step in range(steps + 1) if step % every == 0 or step == steps] if every else []
+
+    def _see_EndJob(self, command: EndJob) -> None:
+        self.ended = command
+        assert self.settled.keys() == self.trajectories.keys(), "every trajectory has an end"
+        assert self.group_ends.keys() == self.groups.keys(), "every prompt has an end"
+        if command.outcome != "finished":
+            return
+        settings = self.settings
+        assert [report.step for report in self.reports] == list(range(1, settings.steps + 1))
+        due = [settings.first_version + step for step in self._evaluation_steps()]
+        answered_by = sorted(report.version for report in self.evaluations)
+        assert len(answered_by) == len(due)
+        assert all(version >= opened for version, opened in zip(answered_by, due, strict=True))
+        trained = [group for group, spec in self.groups.items() if spec.purpose is Purpose.TRAIN]
+        consumed = [group for group in trained if self.group_ends[group] is State.CONSUMED]
+        assert len(consumed) == settings.steps * settings.prompts
+        assert all(self.group_ends[group] is not State.RETURNED for group in self.groups)
+        uses = Counter(dict.fromkeys(range(settings.train_prompts), 0))
+        uses.update(self.groups[group].prompt for group in trained)
+        assert max(uses.values()) - min(uses.values()) <= 1, "every epoch has every prompt once"
+
+    # --- always -----------------------------------------------------------------------------------------------------
+
+    def _check_admission(self) -> None:
+        settings = self.settings
+        handed = [group for group, spec in self.groups.items() if spec.purpose is Purpose.TRAIN]
+        kept = [group for group in handed if self.group_ends.get(group) is not State.DISCARDED]
+        assert len(kept) <= settings.steps * settings.prompts
+        waiting = [group for group in kept if group not in self.batched_groups and group not in self.group_ends]
+        limit = settings.prompts if self.sync else int((1 + settings.ahead) * settings.prompts)
+        assert len(waiting) <= limit, f"{len(waiting)} groups are open, at most {limit} may be"

@@ -1,0 +1,137 @@
+"""Storms of random events: whatever happens, the invariants hold, and a job that is left alone afterwards finishes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+from fake_cluster import FakeCluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from invariants import InvariantChecker
+
+from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.protocol.events import StopRequested, Woken
+from laminar_hpc.protocol.wire import encode
+
+STORM_MOVES = 150
+
+
+@st.composite
+def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
+    minibatches = draw(st.integers(1, 2))
+    return Settings(
+        mode=mode,
+        steps=draw(st.integers(1, 4)),
+        prompts=minibatches * draw(st.integers(1, 3)),
+        group_size=draw(st.integers(2, 4)),
+        minibatches=minibatches,
+        ahead=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        eviction=draw(st.sampled_from(["none", "stale"])),
+        max_staleness=draw(st.integers(1, 2)),
+        evaluation_every=draw(st.integers(0, 3)),
+        evaluation_prompts=draw(st.integers(1, 9)),
+        held_out_prompts=draw(st.integers(5, 9)),
+        train_prompts=draw(st.integers(1, 7)),
+        seed=draw(st.integers(0, 3)),
+        trainers=draw(st.integers(1, 3)),
+        relays=draw(st.integers(1, 2)),
+        rollouts=2 * draw(st.integers(1, 2)),
+        first_version=draw(st.sampled_from([0, 17])),
+    )
+
+
+class Storm:
+    """A fake cluster whose ranks move at random, with losses, repeats, late messages and messages from the past."""
+
+    def __init__(self, job: Settings, random: Random, calm: float) -> None:
+        self.random = random
+        self.cluster = FakeCluster(
+            job, random, concurrency=random.randint(job.group_size - 1, 3 * job.group_size), failing=0.2
+        )
+        self.checker = InvariantChecker(job)
+        self._calm = calm
+
+    def rage(self, count: int) -> None:
+        for _ in range(count):
+            event = self._something()
+            if event is not None:
+                self.checker.see(event, self.cluster.send(event))
+
+    def _something(self):
+        random, cluster = self.random, self.cluster
+        rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
+        if random.random() >= self._calm:
+            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "woken"])
+            if kind == "repeat" and cluster.events:
+                return random.choice(cluster.events)[1]
+            if kind == "ghost" and cluster.ghosts:
+                return random.choice(cluster.ghosts)
+            if kind == "woken":
+                return Woken()
+            busy = [rollout for rollout in rollouts if rollout.tasks]
+            if kind == "stream" and busy:
+                return cluster.stream(random.choice(busy))
+            if kind == "tool" and busy:
+                rollout = random.choice(busy)
+                return cluster.use_tool(rollout, random.choice(list(rollout.tasks.values())))
+            if kind == "crash" and rollouts:
+                return cluster.crash(random.choice(rollouts))
+            if kind == "restart" and rollouts:
+                rollout = random.choice(rollouts)
+                cluster.crash(rollout)
+                return cluster.come(rollout)
+        moves = cluster.moves()
+        return random.choice(moves)() if moves else None
+
+    def settle_down(self) -> None:
+        """From now on all goes well: the job must finish, and no rank may be left waiting before."""
+        self.cluster.failing = 0.0
+        while self.cluster.controller.outcome is None:
+            moves = self.cluster.moves()
+            assert moves, self.cluster.controller.waits()
+            event = self.random.choice(moves)()
+            self.checker.see(event, self.cluster.send(event))
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_invariants_hold_in_a_storm_and_the_job_finishes_after_it(mode, data):
+    job = data.draw(small_jobs(mode))
+    random = Random(data.draw(st.integers(0, 2**32), label="seed"))
+    storm = Storm(job, random, calm=data.draw(st.sampled_from([0.6, 0.9, 0.97])))
+    storm.rage(STORM_MOVES)
+    storm.settle_down()
+    assert storm.cluster.controller.outcome == "finished"
+    assert storm.checker.ended is not None
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_stop_in_a_storm_returns_all_that_is_open(mode, data):
+    job = data.draw(small_jobs(mode))
+    storm = Storm(job, Random(data.draw(st.integers(0, 2**32), label="seed")), calm=0.9)
+    storm.rage(data.draw(st.integers(0, STORM_MOVES)))
+    event = StopRequested("Ctrl-C")
+    already = storm.cluster.controller.outcome
+    storm.checker.see(event, storm.cluster.send(event))
+    assert storm.cluster.controller.outcome == (already or "stopped")
+    storm.rage(20)
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_fresh_controller_gives_the_same_commands_for_the_same_events(mode, data):
+    job = data.draw(small_jobs(mode))
+    storm = Storm(job, Random(data.draw(st.integers(0, 2**32), label="seed")), calm=0.9)
+    storm.rage(STORM_MOVES)
+    storm.settle_down()
+    fresh = Controller(msgspec.json.decode(msgspec.json.encode(job), type=Settings))
+    for (now, event), commands in zip(storm.cluster.events, storm.cluster.commands, strict=True):
+        again = fresh.handle(event, now)
+        assert again == commands
+        assert [encode(command) for command in again] == [encode(command) for command in commands]

@@ -1,0 +1,133 @@
+"""Prompts from a JSON Lines file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.protocol.trajectory import Purpose
+from laminar_hpc.tasks.jsonl_task import JsonlTask
+
+TRAIN, EVALUATION = Purpose.TRAIN, Purpose.EVALUATION
+
+MakeConfig = Callable[..., Config]
+
+
+def rows(*pairs: tuple[str, str], **extra: object) -> bytes:
+    return b"".join(json.dumps({"prompt": p, "answer": a, **extra}).encode() + b"\n" for p, a in pairs)
+
+
+def numbered(count: int) -> list[tuple[str, str]]:
+    return [(f"q{index}", str(index)) for index in range(count)]
+
+
+def make_task(make_config: MakeConfig, path: Path, content: bytes, prompts: int = 2, **task: object) -> JsonlTask:
+    path.write_bytes(content)
+    return JsonlTask(make_config(task={"name": "jsonl", "path": str(path), **task}, evaluation={"prompts": prompts}))
+
+
+def test_the_last_lines_are_held_out(make_config: MakeConfig, tmp_path: Path) -> None:
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(5)), template="Q: {prompt} {x}")
+    assert (task.prompts, task.held_out) == (3, 2)
+    assert [task.text(TRAIN, index) for index in range(3)] == ["Q: q0 {x}", "Q: q1 {x}", "Q: q2 {x}"]
+    assert [task.text(EVALUATION, index) for index in range(2)] == ["Q: q3 {x}", "Q: q4 {x}"]
+    assert task.grade(EVALUATION, 1, " 4\n") == 1.0
+    assert task.grade(EVALUATION, 1, "3") == 0.0
+
+
+def test_held_out_prompts_come_from_their_own_file_and_are_never_trained_on(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "h.jsonl").write_bytes(rows(("q1", "1"), ("new", "2"), ("unused", "3")))
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(3)), held_out_path=str(tmp_path / "h.jsonl"))
+    assert [task.text(TRAIN, index) for index in range(task.prompts)] == ["q0", "q2"]
+    assert [task.text(EVALUATION, index) for index in range(task.held_out)] == ["q1", "new"]
+
+
+def test_without_evaluation_all_lines_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(rows(*numbered(3)))
+    task = JsonlTask(make_config(task={"name": "jsonl", "path": str(path)}, evaluation={"every": 0}))
+    assert (task.prompts, task.held_out) == (3, 0)
+
+
+def test_other_keys_a_missing_last_newline_and_any_unicode_are_fine(make_config: MakeConfig, tmp_path: Path) -> None:
+    content = rows(("a\u2028b", "\u00e9"), ("c", "d"), ("e", "f"), source=[1, {}]).rstrip(b"\n")
+    task = make_task(make_config, tmp_path / "p.jsonl", content, prompts=1)
+    assert task.text(TRAIN, 0) == "a\u2028b"
+    assert task.grade(TRAIN, 0, "\u00e9") == 1.0
+
+
+@pytest.mark.parametrize("template", ["{prompt}", "{prompt} <answer>?</answer>"])
+def test_solutions_are_right(make_config: MakeConfig, tmp_path: Path, template: str) -> None:
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(("a", "x y"), ("b", "2"), ("c", "3")), template=template)
+    assert "x y" in task.solution(TRAIN, 0)
+    assert [task.grade(EVALUATION, index, task.solution(EVALUATION, index)) for index in range(2)] == [1.0, 1.0]
+
+
+def test_the_number_verifier_takes_the_last_number(make_config: MakeConfig, tmp_path: Path) -> None:
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(("a", "0.5"), ("b", "2"), ("c", "3")), verifier="number")
+    assert task.grade(TRAIN, 0, "first 3, then 1/2") == 1.0
+    assert task.grade(TRAIN, 0, "first 1/2, then 3") == 0.0
+    assert task.grade(TRAIN, 0, "<answer>.50</answer> 3") == 1.0
+
+
+def test_a_template_with_tags_asks_for_tags(make_config: MakeConfig, tmp_path: Path) -> None:
+    template = "{prompt} Answer as <answer>...</answer>."
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(3)), template=template)
+    assert task.grade(TRAIN, 0, "0") == 0.0
+    assert task.grade(TRAIN, 0, "<answer>0</answer>") == 1.0
+
+
+GOOD = b'{"prompt": "p", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (GOOD + b'{"prompt": "x", "answer": }\n', [":2:", '"prompt" and "answer"']),
+        (GOOD + GOOD + b'{"prompt": "x"}\n', [":3:", "answer"]),
+        (GOOD + b'{"prompt": "x", "answer": 5}\n', [":2:", "answer", "`str`", "`int`"]),
+        (b'["p", "1"]\n', [":1:", "`object`", "`array`"]),
+        (GOOD + b"\n" + GOOD, [":2:"]),
+        (GOOD + b'{"prompt": "\xff", "answer": "1"}\n', [":2:", "UTF-8", "0xff"]),
+        (b"", ["is empty"]),
+        (GOOD * 2, ["2 lines", "evaluation.prompts = 2", "task.held_out_path"]),
+        (GOOD * 5, ["every prompt is also a held-out prompt"]),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(
+    make_config: MakeConfig, tmp_path: Path, content: bytes, words: list[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    with pytest.raises(ConfigError) as caught:
+        make_task(make_config, path, content)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_answers_must_be_numbers_for_the_number_verifier(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: task\.verifier = 'number' needs a number .* got 'two'"):
+        make_task(
+            make_config, tmp_path / "p.jsonl", rows(("a", "1"), ("b", "two"), ("c", "3"), ("d", "4")), verifier="number"
+        )
+
+
+@pytest.mark.parametrize(("key", "path"), [("path", "none.jsonl"), ("held_out_path", "none.jsonl"), ("path", ".")])
+def test_a_file_that_cannot_be_read_is_named(make_config: MakeConfig, tmp_path: Path, key: str, path: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(GOOD * 3)
+    paths = {"path": str(tmp_path / "p.jsonl"), key: str(tmp_path / path)}
+    with pytest.raises(ConfigError, match=rf"task\.{key}: .*{path}: cannot be read"):
+        JsonlTask(make_config(task={"name": "jsonl", **paths}))
+
+
+def test_a_held_out_file_that_is_too_short_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "h.jsonl").write_bytes(GOOD)
+    with pytest.raises(ConfigError, match=r"h\.jsonl has 1 lines; evaluation\.prompts = 2"):
+        make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(9)), held_out_path=str(tmp_path / "h.jsonl"))

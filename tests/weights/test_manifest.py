@@ -1,0 +1,119 @@
+"""The layout of the image, and the shares of it that trainers publish."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_hpc.errors import ConfigError, ProtocolError
+from laminar_hpc.protocol.commands import Share
+from laminar_hpc.weights.manifest import ITEM_BYTES, make_manifest, range_bytes
+from laminar_hpc.weights.reshard import check_shares, share
+
+tensor_lists = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6),
+    st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(list(ITEM_BYTES))),
+    max_size=6,
+)
+
+
+def test_layout_by_hand() -> None:
+    # a: 3 * 2 = 6 bytes at 0; b: none, at the next multiple of 64; c: 4 bytes there too, since b has no bytes.
+    manifest = make_manifest([("c", [], "float32"), ("a", (3,), "bfloat16"), ("b", (0, 7), "float64")], chunk_bytes=32)
+    assert [(t.name, t.shape, t.offset, t.nbytes) for t in manifest.tensors] == [
+        ("a", (3,), 0, 6),
+        ("b", (0, 7), 64, 0),
+        ("c", (), 64, 4),
+    ]
+    assert manifest.nbytes == 68
+    assert manifest.chunks == 3
+    assert [manifest.chunk_range(chunk) for chunk in range(3)] == [(0, 32), (32, 64), (64, 68)]
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 3])
+def test_smallest_images_are_one_chunk(nbytes: int) -> None:
+    manifest = make_manifest([("w", (nbytes,), "uint8")], chunk_bytes=1024)
+    assert (manifest.nbytes, manifest.chunks, manifest.chunk_range(0)) == (nbytes, 1, (0, nbytes))
+
+
+def test_no_tensors_are_one_empty_chunk() -> None:
+    manifest = make_manifest([], chunk_bytes=8)
+    assert (manifest.nbytes, manifest.chunks, manifest.chunk_range(0)) == (0, 1, (0, 0))
+
+
+@given(tensor_lists, st.integers(1, 200), st.randoms(use_true_random=False))
+def test_layout_does_not_depend_on_order_and_never_overlaps(tensors, chunk_bytes, random) -> None:
+    listed = [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
+    manifest = make_manifest(listed, chunk_bytes)
+    random.shuffle(listed)
+    assert make_manifest(listed, chunk_bytes) == manifest
+    end = 0
+    for entry in manifest.tensors:
+        assert end <= entry.offset < end + 64
+        assert entry.offset % 64 == 0
+        end = entry.offset + entry.nbytes
+    assert manifest.nbytes == end
+    ranges = [manifest.chunk_range(chunk) for chunk in range(manifest.chunks)]
+    assert [low for low, _ in ranges] == [0, *(high for _, high in ranges[:-1])]
+    assert ranges[-1][1] == manifest.nbytes
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("w", (1,), "complex64")], r"'w'.*float32.*'complex64'"),
+        ([("w", (2, -1), "float32")], r"'w'.*\(2, -1\)"),
+        ([("w", (1,), "float32"), ("w", (1,), "float32")], r"'w' occurs twice"),
+    ],
+)
+def test_impossible_tensors_are_named(tensors, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_manifest(tensors, chunk_bytes=1024)
+
+
+def test_chunks_need_a_length() -> None:
+    with pytest.raises(ConfigError, match="chunk_bytes"):
+        make_manifest([], chunk_bytes=0)
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_shares_cover_every_chunk_once_and_evenly(chunks: int, trainers: int) -> None:
+    shares = [share(chunks, trainers, trainer) for trainer in range(trainers)]
+    assert [chunk for first, count in shares for chunk in range(first, first + count)] == list(range(chunks))
+    counts = [count for _, count in shares]
+    assert max(counts) - min(counts) <= 1
+    check_shares([Share(rank, first, count) for rank, (first, count) in enumerate(shares)], chunks)
+
+
+@given(tensor_lists, st.integers(1, 200), st.integers(1, 9))
+def test_share_bytes_add_up(tensors, chunk_bytes: int, trainers: int) -> None:
+    manifest = make_manifest([(name, *rest) for name, rest in tensors.items()], chunk_bytes)
+    total = sum(range_bytes(manifest, *share(manifest.chunks, trainers, trainer)) for trainer in range(trainers))
+    assert total == manifest.nbytes
+
+
+@pytest.mark.parametrize("trainer", [-1, 2])
+def test_share_of_nobody(trainer: int) -> None:
+    with pytest.raises(ValueError, match=f"0 to 1, got {trainer}"):
+        share(10, 2, trainer)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [Share(1, 0, 2)],  # too few
+        [Share(1, 0, 2), Share(2, 1, 2)],  # overlap
+        [Share(1, 0, 1), Share(2, 2, 1)],  # gap
+        [Share(1, 0, 4)],  # too many
+        [Share(1, 0, 3), Share(2, 0, 3)],  # twice
+        [],
+    ],
+)
+def test_wrong_shares_are_refused(shares: list[Share]) -> None:
+    with pytest.raises(ProtocolError, match="share"):
+        check_shares(shares, 3)
+
+
+def test_empty_shares_may_lie_anywhere() -> None:
+    check_shares([Share(3, 1, 2), Share(2, 1, 0), Share(1, 0, 1), Share(4, 99, 0)], 3)

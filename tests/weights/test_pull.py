@@ -1,0 +1,107 @@
+"""A rollout's pull and a relay's lending, each alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar_hpc.errors import ProtocolError
+from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
+from laminar_hpc.weights.image import Image
+from laminar_hpc.weights.pull import Lender, Puller
+
+
+@pytest.fixture
+def sent() -> list:
+    return []
+
+
+@pytest.fixture
+def puller(sent: list) -> Puller:
+    return Puller(rank=7, relay=2, send_mail=lambda rank, message: sent.append((rank, message)))
+
+
+def lease(version: int) -> Lease:
+    return Lease(version, "/proc/1/fd/3", 0, b"")
+
+
+def test_a_pull(puller: Puller, sent: list) -> None:
+    puller.request(4)
+    assert puller.waiting_for == "version 4 or newer from relay rank 2"
+    assert puller.lent(lease(6)) == lease(6)
+    assert puller.waiting_for == ""
+    assert puller.loaded() == 6
+    assert sent == [(2, LeaseRequest(7, 4)), (2, LeaseReturn(7, 6))]
+    puller.request(7)
+
+
+def test_one_pull_at_a_time(puller: Puller) -> None:
+    puller.request(4)
+    with pytest.raises(ProtocolError, match="rank 7: asks for version 5 in the middle of a pull"):
+        puller.request(5)
+    puller.lent(lease(4))
+    with pytest.raises(ProtocolError, match="in the middle of a pull"):
+        puller.request(5)
+
+
+def test_what_a_relay_must_not_send(puller: Puller) -> None:
+    with pytest.raises(ProtocolError, match="lends version 3, asked for was None"):
+        puller.lent(lease(3))
+    puller.request(4)
+    with pytest.raises(ProtocolError, match="rank 2 lends version 3, asked for was 4"):
+        puller.lent(lease(3))
+    with pytest.raises(ProtocolError, match="without a lease"):
+        puller.loaded()
+
+
+def test_a_lost_worker_gives_its_lease_back(puller: Puller, sent: list) -> None:
+    puller.request(4)
+    puller.lent(lease(4))
+    puller.drop()
+    assert sent[-1] == (2, LeaseReturn(7, 4))
+    puller.drop()
+    assert len(sent) == 2
+    puller.request(4)
+
+
+def test_a_lease_for_a_lost_worker_goes_straight_back(puller: Puller, sent: list) -> None:
+    puller.request(4)
+    puller.drop()
+    puller.request(5)
+    assert puller.lent(lease(4)) is None
+    assert sent[-1] == (2, LeaseReturn(7, 4))
+    assert puller.lent(lease(5)) == lease(5)
+
+
+def test_a_lender_waits_for_a_version_new_enough(sent: list) -> None:
+    with Image.create(8, slots=2) as image:
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        lender.asked(LeaseRequest(rank=7, version=2))
+        lender.asked(LeaseRequest(rank=8, version=1))
+        for version in (1, 2):
+            image.begin_fill(version)
+            lender.poll()
+            image.complete(version, digests=b"digests%d" % version)
+            lender.poll()
+        assert sent == [
+            (8, Lease(1, image.path, image.offset_of(1), b"digests1")),
+            (7, Lease(2, image.path, image.offset_of(2), b"digests2")),
+        ]
+        assert image.begin_fill(3) is None
+        lender.returned(LeaseReturn(rank=8, version=1))
+        assert image.begin_fill(3) is not None
+
+
+def test_a_lost_rollout_leaves_no_leases_and_no_requests(sent: list) -> None:
+    with Image.create(8, slots=2) as image:
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        image.begin_fill(1)
+        image.complete(1, digests=b"")
+        lender.asked(LeaseRequest(rank=7, version=0))
+        lender.poll()
+        lender.asked(LeaseRequest(rank=7, version=2))
+        lender.drop(7)
+        assert image.leases(1) == 0
+        image.begin_fill(2)
+        image.complete(2, digests=b"")
+        lender.poll()
+        assert len(sent) == 1
