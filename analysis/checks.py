@@ -17,7 +17,7 @@ from laminar_hpc.record import schema
 from laminar_hpc.record.lineage import Lineage, read_lineage
 from laminar_hpc.record.reader import Rows, Run
 
-from .series import trained_on
+from .series import columns, trained_on
 
 DETAILS = 20
 """Violations and open things that a check names; the others are counted."""
@@ -59,15 +59,14 @@ def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
     """All tokens of a trajectory come from one version: by its outcome, by the orders given and by the rollout's word."""
     rows = trained_on(run)
     wrong, confirmed = [], 0
-    for row in rows:
-        key = (int(row["attempt"]), int(row["trajectory"]))
-        version = int(row["version"])
+    for attempt, trajectory, version in columns(rows, "attempt", "trajectory", "version"):
+        key = (attempt, trajectory)
         versions = {version} | lineage.ordered.get(key, set()) | {lineage.finished.get(key, version)}
         confirmed += key in lineage.ordered and key in lineage.finished
         if version == schema.MISSING:
-            wrong.append(f"trajectory {key[1]} has no version")
+            wrong.append(f"trajectory {trajectory} has no version")
         elif len(versions) > 1:
-            wrong.append(f"trajectory {key[1]} has versions {_list(versions)}")
+            wrong.append(f"trajectory {trajectory} has versions {_list(versions)}")
     wrong += [
         f"trajectory {id} ended {times} times" for (_, id), times in _repeats(run.table("trajectories"), "trajectory")
     ]
@@ -80,10 +79,11 @@ def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
 
 def one_version_per_group(run: Run) -> Check:
     """All trained-on members of a group come from the version that its outcome names."""
-    outcomes = {(int(g["attempt"]), int(g["group"])): int(g["version"]) for g in _consumed_groups(run)}
+    consumed = columns(_consumed_groups(run), "attempt", "group", "version")
+    outcomes = {(attempt, group): version for attempt, group, version in consumed}
     members: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for row in trained_on(run):
-        members[int(row["attempt"]), int(row["group"])].add(int(row["version"]))
+    for attempt, group, version in columns(trained_on(run), "attempt", "group", "version"):
+        members[attempt, group].add(version)
     wrong = []
     for key, versions in members.items():
         if len(versions) > 1:
@@ -99,12 +99,11 @@ def prompts_accounted_for(run: Run) -> Check:
     states = schema.TABLES["groups"].column("state").names
     counts = Counter(states[state] for state in groups["state"])
     wrong = [f"group {group} ended {times} times" for (_, group), times in _repeats(groups, "group")]
-    for row in groups:
-        state = states[row["state"]]
-        if state not in ("consumed", "discarded", "returned"):
-            wrong.append(f"group {row['group']} ended as {state}")
-        elif state != "consumed" and not row["reason"]:
-            wrong.append(f"group {row['group']} was {state} without a reason")
+    for group, code, reason in columns(groups, "group", "state", "reason"):
+        if states[code] not in ("consumed", "discarded", "returned"):
+            wrong.append(f"group {group} ended as {states[code]}")
+        elif states[code] != "consumed" and not reason:
+            wrong.append(f"group {group} was {states[code]} without a reason")
     handed_out = _keys(run.table("hand_outs"), "group")
     ended = _keys(groups, "group")
     consumed = _keys(_consumed_groups(run), "group")
@@ -129,10 +128,11 @@ def samples_match_steps(run: Run) -> Check:
     """A step trained on as many trajectories, with as many tokens, as were consumed for it."""
     samples: Counter[tuple[int, int]] = Counter()
     tokens: Counter[tuple[int, int]] = Counter()
-    for row in trained_on(run):
-        key = (int(row["attempt"]), int(row["step"]))
-        samples[key] += 1
-        tokens[key] += int(row["prompt_tokens"]) + int(row["response_tokens"])
+    for attempt, step, prompt, response in columns(
+        trained_on(run), "attempt", "step", "prompt_tokens", "response_tokens"
+    ):
+        samples[attempt, step] += 1
+        tokens[attempt, step] += prompt + response
     wrong = []
     rows = run.table("steps")
     for row in rows:
@@ -228,11 +228,11 @@ def _consumed_groups(run: Run) -> Rows:
 
 
 def _keys(rows: Rows, column: str) -> set[tuple[int, int]]:
-    return {(int(row["attempt"]), int(row[column])) for row in rows}
+    return set(columns(rows, "attempt", column))
 
 
 def _repeats(rows: Rows, column: str) -> list[tuple[tuple[int, int], int]]:
-    counts = Counter((int(row["attempt"]), int(row[column])) for row in rows)
+    counts = Counter(columns(rows, "attempt", column))
     return [(key, times) for key, times in counts.items() if times > 1]
 
 

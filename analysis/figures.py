@@ -96,8 +96,8 @@ def reward(run: Run) -> Figure | None:
 def throughput(run: Run) -> Figure | None:
     """Generated tokens and trained-on tokens per second over time."""
     rows = run.table("engine")
-    numbers, _, rates = step_throughput(run)
-    if not len(rows) and not len(numbers):
+    ends_s, seconds, rates = step_throughput(run)
+    if not len(rows) and not len(rates):
         return None
     figure, (axes,) = _panels(1)
     if len(rows) > 1:
@@ -105,14 +105,12 @@ def throughput(run: Run) -> Figure | None:
         middles, sums, _ = binned(rows["time_s"], rows["generated_tokens"].astype(np.float64), bins)
         width_s = middles[1] - middles[0] if bins > 1 else max(float(np.ptp(rows["time_s"])), 1e-9)
         _line(axes, middles, sums / width_s, BLUE, "generation (new tokens)")
-    if len(numbers):
-        ends = {int(p["step"]): float(p["time_s"]) for p in run.table("publications")}
-        times = np.array([ends[int(step)] for step in numbers])
-        axes.step(
-            times, rates, where="pre", color=ORANGE, label="training (a step's tokens / time between publications)"
-        )
+    if len(rates):
+        label = "training (a step's tokens / time between publications)"
+        times_s = np.concatenate([[ends_s[0] - seconds[0]], ends_s])
+        axes.step(times_s, np.concatenate([rates[:1], rates]), where="pre", color=ORANGE, label=label)
     axes.set(title="Throughput", xlabel="time (s)", ylabel="token/s")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     _legend(axes)
     return figure
 
@@ -153,7 +151,7 @@ def response_length(run: Run) -> Figure | None:
     axes.fill_between(numbers, low, high, color=SKY, alpha=0.35, linewidth=0, label="10th to 90th percentile")
     _line(axes, numbers, middle, BLUE, "median")
     axes.set(title="Response length of trained-on trajectories", ylabel="response tokens")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     _steps_axis(axes)
     _legend(axes)
     return figure
@@ -205,7 +203,7 @@ def engine(run: Run) -> Figure | None:
         _, sums, counts = binned(times, rows[column].astype(np.float64), bins)
         _line(below, middles[filled], sums[filled] / counts[filled], colour, label)
     below.set(title="Trajectories in a rollout's engine, mean", ylabel="trajectories", xlabel="time (s)")
-    below.set_ylim(bottom=0)
+    _from_zero(below)
     _legend(below)
     return figure
 
@@ -244,7 +242,12 @@ def _line(axes: Axes, x: Floats, y: Floats, colour: str, label: str) -> None:
 
 def _steps_axis(axes: Axes) -> None:
     axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _from_zero(axes: Axes) -> None:
+    """Let the y axis begin at 0, with room above the highest curve."""
+    axes.set_ylim(0, max(1e-9, 1.08 * axes.dataLim.y1))
 
 
 def _legend(axes: Axes) -> None:

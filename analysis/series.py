@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,11 @@ Ints = NDArray[np.int64]
 
 WARM_UP_STEPS = 10
 """Steps left out of mean throughput, as in the paper (section 8.1); a fifth of the steps where that is fewer."""
+
+
+def columns(rows: Rows, *names: str) -> Iterator[Any]:
+    """These columns of each row as a tuple of Python values; far faster than row by row."""
+    return zip(*(rows[name].tolist() for name in names), strict=True)
 
 
 def trajectories(run: Run, purpose: str, state: str) -> Rows:

@@ -104,7 +104,8 @@ class Controller:
         else:
             raise ProtocolError(f"the controller knows no event {type(event).__name__}")
         if self.outcome is None:
-            commands += self._advance(now)
+            commands += self._proceed(now)
+            commands += self._finish_job(now)
         return commands
 
     def _from_rank(self, event: RankEvent, now: float) -> list[Command]:
@@ -124,16 +125,18 @@ class Controller:
             raise ProtocolError(f"{_describe(event)} came from a {member.role.value}, only a {role.value} sends it")
         return handler(event, member, now)
 
-    def _advance(self, now: float) -> list[Command]:
-        """What has become possible, whatever the event was."""
+    def _proceed(self, now: float) -> list[Command]:
+        """The next step and work for waiting rollouts, as far as they have become possible, whatever the event was."""
         commands = self._experience.begin_step(now)
         if self._state.work_has_appeared:
             commands += self._dispatcher.consider_all(now)
-        state = self._state
-        if self._training.steps_done == self.settings.steps and state.versions.settled and not state.rounds.open_rounds:
-            steps = self.settings.steps
-            commands += self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
         return commands
+
+    def _finish_job(self, now: float) -> list[Command]:
+        state, steps = self._state, self.settings.steps
+        if self._training.steps_done < steps or not state.versions.settled or state.rounds.open_rounds:
+            return []
+        return self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
 
     def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
         self.outcome = outcome
@@ -226,15 +229,15 @@ class Controller:
 
     # --- trajectories and steps -------------------------------------------------------------------------------------
 
-    def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+    def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:
         self._state.pool.stream(event.progress, rollout.rank)
         return []
 
-    def _went_to_tool(self, event: WentToTool, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+    def _went_to_tool(self, event: WentToTool, rollout: Rollout, now: float) -> list[Command]:
         self._state.pool.go_to_tool(event.trajectory, rollout.rank)
         return []
 
-    def _came_from_tool(self, event: CameFromTool, rollout: Rollout, now: float) -> list[Command]:  # noqa: ARG002
+    def _came_from_tool(self, event: CameFromTool, rollout: Rollout, now: float) -> list[Command]:
         self._state.pool.come_from_tool(event.trajectory, rollout.rank)
         return []
 
@@ -252,7 +255,9 @@ class Controller:
         assert newest is not None, "a rollout holds weights before any version was published"
         state.fleet.release(rollout, trajectory.id)
         state.pool.finish(trajectory, event, staleness(trajectory.version, newest), now)
-        return self._experience.finished(trajectory, now) + self._dispatcher.consider(rollout, now)
+        commands = self._experience.finished(trajectory, now)
+        commands += self._proceed(now)  # first, so that a step that begins makes room, and who waits longer goes first
+        return commands + self._dispatcher.consider(rollout, now)
 
     def _trained(self, event: Trained, trainer: Trainer, now: float) -> list[Command]:
         if not self._training.note(event, trainer.index):

@@ -92,7 +92,7 @@ class Dispatcher:
         for rollout in list(self._state.fleet.idle.values()):
             if not self._has_fresh_work():
                 break
-            commands += self._give([rollout], now)
+            commands += self.consider(rollout, now)
         return commands
 
     def _consider_together(self, now: float) -> list[Command]:

@@ -7,6 +7,7 @@ deadlocks after a failure), and is never finalised behind one's back, since `MPI
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import time
@@ -48,6 +49,7 @@ class World:
         self.hostname: str = mpi.Get_processor_name()
         self.library: str = mpi.Get_library_version().partition("\0")[0].strip()
         self._nodes = self._gather_nodes()
+        _unlink_segments()
 
     def node_of_rank(self) -> list[str]:
         """The node key of every rank. Rollouts read the image of a relay with the same key."""
@@ -100,6 +102,19 @@ class World:
         starts = ends - lengths
         self.comm.Allgatherv([data, self.mpi.BYTE], [gathered, lengths, starts, self.mpi.BYTE])
         return [bytes(gathered[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _unlink_segments() -> None:
+    """Take the names of Open MPI's shared-memory segments out of /dev/shm, so that nothing stays behind after a kill.
+
+    To be called when all ranks have initialised MPI: by then each has mapped the segments of all ranks of its node, and
+    needs their names no more. Open MPI itself would take them away only in `MPI_Finalize`, and bears that they are gone.
+    """
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split()[-1] for line in maps if "/dev/shm/sm_segment." in line}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def open_world(timeout_s: float = 120.0) -> World:

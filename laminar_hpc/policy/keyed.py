@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-ROUNDS = 4
+ROUNDS = 8
+"""With 4 rounds the images of small ranges are measurably uneven over the keys; with 6 they are not."""
 
 
 def stable_hash(*parts: int | str) -> int:

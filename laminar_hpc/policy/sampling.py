@@ -58,7 +58,7 @@ class KeepAll:
 
     above = None
 
-    def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:  # noqa: ARG002
+    def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:
         """Nothing."""
         return []
 

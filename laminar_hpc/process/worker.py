@@ -49,6 +49,7 @@ def start_forkserver(threads: int) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
     os.environ.setdefault("PYTHONHASHSEED", "0")  # some tasks draw from sets, and all ranks must see the same prompts
     set_forkserver_preload([])
     with _without_launcher_variables():

@@ -103,11 +103,13 @@ class StreamBuffer:
         self.held_bytes = 0
 
     def extend(self, data: np.ndarray) -> None:
+        """Add entries."""
         self._pending.append(data)
         self.length += len(data)
         self.held_bytes += data.nbytes
 
     def flush(self) -> None:
+        """Write what is held."""
         self._dataset.resize((self.length,))
         self._dataset[self._written : self.length] = np.concatenate(self._pending)
         self._dataset.flush()

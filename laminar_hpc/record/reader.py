@@ -242,7 +242,7 @@ def read_file(path: str) -> RecordFile:
                 closed_unix_s=None if math.isnan(closed) else closed,
                 tables={table.name: _rows(handle, table) for table in schema.tables_of(role)},
             )
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise RecordError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 

@@ -15,6 +15,7 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.runtime.paths import create_run_dir, read_config
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -67,5 +68,7 @@ def _run_rank(config: Config, attempt: int = 0) -> int:
     rank.record.close()
     if clean and rank.me.role is not Role.MANAGER:
         say_goodbye(rank)
-    world.finish(clean=clean, timeout_s=FAREWELL_S)
-    return 0 if clean else 1
+    if not world.finish(clean=clean, timeout_s=FAREWELL_S):
+        sys.stdout.flush()
+        os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
+    return 0

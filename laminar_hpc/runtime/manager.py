@@ -7,6 +7,7 @@ record, the live status, and two watchdogs: ranks that say nothing, and a job in
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 from laminar_hpc.control.controller import Controller
 from laminar_hpc.errors import ProtocolError
@@ -93,7 +94,7 @@ class ManagerLoop:
             case Goodbye():
                 self._left.add(source)
             case Event():
-                self._decide(message, now)  # type: ignore[arg-type]
+                self._decide(message, now)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
@@ -141,7 +142,7 @@ class ManagerLoop:
             self._moved = now
         if self._recorded is not None:
             self._recorded.event(event, now)
-        commands = self._controller.handle(event, now)
+        commands = cast(list[AnyCommand], self._controller.handle(event, now))
         if self._recorded is not None:
             self._recorded.commands(commands, now)
         self._live.hear(event, now)

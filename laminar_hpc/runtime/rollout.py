@@ -171,6 +171,7 @@ class RolloutLoop:
             return
         for trajectory in command.trajectories:
             self._active.pop(trajectory, None)
+        self._grader.forget(command.trajectories)
         if self._engine is not None:
             self._engine.send(AbortTrajectories(command.trajectories))
 

@@ -43,7 +43,7 @@ def make_tiny_model(
         model,
         [_example(tokenizer, *pair) for pair in examples],
         [_example(tokenizer, *pair) for pair in held_out],
-        plan or WarmStart(target_accuracy=0.15),
+        plan or WarmStart(),
         seed,
     )
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)

@@ -128,7 +128,8 @@ class Forwarder:
         return True
 
     def close(self) -> None:
-        """Give the memory up. Rollouts that have it mapped may still read."""
+        """Stop, and give the memory up: it is freed when no rollout reads from it and no transfer writes to it any more."""
+        self.stop()
         self.image.close()
 
     def _advance(self) -> bool:

@@ -4,24 +4,21 @@ The memory has no name: it is an anonymous file (`memfd_create`) that other proc
 `/proc/<pid>/fd/<n>` of its owner. It is gone with the last process that has it open or mapped, however that one ends; a
 file in /dev/shm outlives a killed job, has to be found and removed by the next one, and shares a size limit that
 containers set to 64 MB. The file is open to its owner's user alone and cannot change its size, so that no reader can
-fault on bytes that are no longer there. Readers map it read-only.
+fault on bytes that are no longer there. Readers map it read-only (process/memory.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.protocol.peer import Lease
 
 
 class SlotState(str, Enum):
@@ -217,40 +214,6 @@ class Image:
             if s.leases or s.version is not None
         ]
         return ", ".join(held) or "none"
-
-
-@contextlib.contextmanager
-def map_lease(lease: Lease, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-    """The `nbytes` bytes of a leased image, read-only, in another process than its owner's.
-
-    They must not be used once the lease is given back: the memory may hold another version by then. It is unmapped when
-    the block has ended and the last view of it is gone.
-    """
-    with _mapped(lease.path, lease.offset, nbytes, writable=False) as image:
-        yield image
-
-
-@contextlib.contextmanager
-def map_slot(path: str, offset: int, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-    """The `nbytes` bytes from `offset` on in the memory at `path`, to be filled by another process than its owner's."""
-    with _mapped(path, offset, nbytes, writable=True) as image:
-        yield image
-
-
-@contextlib.contextmanager
-def _mapped(path: str, offset: int, nbytes: int, writable: bool) -> Iterator[NDArray[np.uint8]]:
-    if nbytes == 0:  # cannot be mapped, and need not be
-        yield np.empty(0, dtype=np.uint8)
-        return
-    try:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-    except OSError as error:
-        raise ProtocolError(f"image at {path} cannot be opened, its owner may be gone: {error.strerror}") from error
-    try:
-        memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, offset=offset)
-    finally:
-        os.close(fd)
-    yield np.frombuffer(memory, dtype=np.uint8)  # keeps `memory` mapped as long as there are views of it
 
 
 def _page_aligned(nbytes: int) -> int:

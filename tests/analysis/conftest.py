@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from laminar_hpc.config.load import check_config
@@ -44,6 +43,7 @@ class Ledger:
         self.mode = mode
         self.state = "finished"
         self.closed = True
+        self.writers: list[RecordWriter] = []
         self._random = random.Random(7)
         self._publish(0, 0.5)
         for step in range(1, steps + 1):
@@ -74,6 +74,7 @@ class Ledger:
         for rank, role in ROLE_OF_RANK.items():
             path = run_dir / "records" / schema.file_name(role, rank, 0)
             writer = RecordWriter(str(path), role, rank, 0, metadata, flush_s=1.0)
+            self.writers.append(writer)
             self._fill(writer, rank)
             writer.flush()
             if self.closed:
@@ -271,15 +272,3 @@ def make_ledger() -> Callable[..., Ledger]:
         return Ledger(steps, mode)
 
     return make
-
-
-@pytest.fixture
-def write_config() -> Callable[[Path], None]:
-    """Kept for tests that need a bare run directory."""
-
-    def write(run_dir: Path) -> None:
-        (run_dir / "records").mkdir(parents=True)
-        path = run_dir / "records" / schema.file_name("manager", 0, 0)
-        RecordWriter(str(path), "manager", 0, 0, {"config": msgspec.json.encode({}).decode()}, 1.0).flush()
-
-    return write

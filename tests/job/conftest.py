@@ -108,3 +108,8 @@ def wait_until(condition: object, deadline_s: float, what: str) -> float:
         assert time.monotonic() - begun < deadline_s, f"not within {deadline_s} s: {what}"
         pause.wait(0.05)
     return time.monotonic() - begun
+
+
+def shared_memory() -> set[str]:
+    """What lies in the machine's shared memory."""
+    return set(os.listdir("/dev/shm"))

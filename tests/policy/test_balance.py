@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.policy.balance import balance
@@ -31,6 +31,7 @@ def test_more_trainers_than_trajectories_leave_some_without():
     assert balance([], 3) == []
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(1, 50), min_size=1, max_size=7), trainers=st.integers(1, 3))
 def test_graham_s_bound_against_all_assignments(tokens, trainers):
     assignments = product(range(trainers), repeat=len(tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.errors import ConfigError
@@ -84,6 +84,7 @@ def test_what_does_not_add_up_is_refused_in_one_line(nodes, trainers, relays, ro
     assert str(error.value) == message
 
 
+@settings(deadline=None)
 @given(
     trainer_nodes=st.integers(0, 3),
     relays=st.integers(1, 4),

@@ -79,6 +79,9 @@ def test_unreadable_files_are_listed_with_the_reason(run_dir: Path) -> None:
     (records / "attempt-0.rank-00001.relay.h5").write_bytes(b"no HDF5")
     with h5py.File(records / "attempt-0.rank-00002.rollout.h5", "w") as file:
         file.attrs["schema_version"] = 99
+    with h5py.File(records / "attempt-0.rank-00004.rollout.h5", "w") as file:
+        file.attrs["schema_version"] = schema.SCHEMA_VERSION
+        file.attrs["role"] = 3
     (records / ".attempt-0.rank-00003.rollout.h5.part").write_bytes(b"")
     (records / "notes.txt").write_text("not ours")
     run = open_run(str(run_dir))
@@ -87,6 +90,7 @@ def test_unreadable_files_are_listed_with_the_reason(run_dir: Path) -> None:
     assert set(reasons) == {
         "attempt-0.rank-00001.relay.h5",
         "attempt-0.rank-00002.rollout.h5",
+        "attempt-0.rank-00004.rollout.h5",
         ".attempt-0.rank-00003.rollout.h5.part",
     }
     assert "file signature not found" in reasons["attempt-0.rank-00001.relay.h5"]

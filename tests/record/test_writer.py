@@ -15,9 +15,10 @@ from laminar_hpc.errors import RecordError
 from laminar_hpc.protocol.commands import TrajectoryOutcome
 from laminar_hpc.protocol.trajectory import Block, Purpose, Source, State, Stop, Verdict
 from laminar_hpc.record import schema
+from laminar_hpc.record.buffer import HELD_ROWS
 from laminar_hpc.record.convert import clip_text
 from laminar_hpc.record.reader import open_run, read_file
-from laminar_hpc.record.writer import HELD_ROWS, RecordWriter
+from laminar_hpc.record.writer import RecordWriter
 
 PULL: dict[str, Any] = {"version": 1, "time_s": 2.5, "wait_s": 0.25, "load_s": 0.125, "digest": 2**64 - 1}
 

@@ -12,11 +12,12 @@ from memory_net import MemoryNet, MemoryTransport
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import ProtocolError
+from laminar_hpc.process.memory import map_readonly, map_writable
 from laminar_hpc.protocol.commands import Broadcast, Share
 from laminar_hpc.protocol.peer import ChunkRequest, Lease, LeaseRequest, LeaseReturn, Manifest, WeightsWritten
 from laminar_hpc.weights.digest import digests_of, range_digests
 from laminar_hpc.weights.forward import Forwarder
-from laminar_hpc.weights.image import SlotState, map_lease, map_slot
+from laminar_hpc.weights.image import SlotState
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.publish import Publisher
 from laminar_hpc.weights.pull import Lender, Puller
@@ -87,7 +88,7 @@ class Job:
             return
         low, high = self.share_bytes(rank)
         data = image_of(self.manifest, version)[low:high]
-        with map_slot(message.path, message.offset, high - low) as slot:
+        with map_writable(message.path, message.offset, high - low) as slot:
             slot[:] = data
         digests = range_digests(self.manifest, message.first_chunk, message.chunks, data)
         self.publishers[rank].written(WeightsWritten(version, digests, 0.0))
@@ -160,7 +161,7 @@ class Job:
             self.loaded[rank] = self.pullers[rank].loaded()
 
     def check_lease(self, lease: Lease) -> None:
-        with map_lease(lease, self.manifest.nbytes) as image:
+        with map_readonly(lease.path, lease.offset, self.manifest.nbytes) as image:
             assert np.array_equal(image, image_of(self.manifest, lease.version))
             tensors = [image[entry.offset : entry.offset + entry.nbytes] for entry in self.manifest.tensors]
             assert digests_of(tensors, self.manifest) == lease.digests
@@ -206,7 +207,7 @@ def relay_of(net: MemoryNet, manifest: Manifest, verify: bool = True) -> tuple[P
     publisher = Publisher(MemoryTransport(net, 0), manifest, trainer=0, trainers=1)
     message = publisher.begin(3)
     assert message is not None
-    with map_slot(message.path, message.offset, manifest.nbytes) as slot:
+    with map_writable(message.path, message.offset, manifest.nbytes) as slot:
         slot[:] = image_of(manifest, 3)
     publisher.written(WeightsWritten(3, digests_of(tensors_of(manifest, 3), manifest), 0.0))
     forwarder = Forwarder(MemoryTransport(net, 1), manifest, net.sender(1), window=2, slots=2, verify=verify)

@@ -13,20 +13,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from laminar_hpc.errors import ProtocolError
-from laminar_hpc.protocol.peer import Lease
-from laminar_hpc.weights.image import Image, map_lease, map_slot
+from laminar_hpc.process.memory import map_readonly, map_writable
+from laminar_hpc.weights.image import Image
 
 NBYTES = 300_001
 
 READER = """
 import sys
-from laminar_hpc.protocol.peer import Lease
-from laminar_hpc.weights.image import map_lease
+from laminar_hpc.process.memory import map_readonly
 
 for line in sys.stdin:
     path, offset, version, nbytes = line.split()
-    with map_lease(Lease(int(version), path, int(offset), b""), int(nbytes)) as image:
+    with map_readonly(path, int(offset), int(nbytes)) as image:
         same = all(bool((image == int(version) % 251).all()) for _ in range(20))
         writable = image.flags.writeable
     print(version, "whole" if same and not writable else "MIXED", flush=True)
@@ -34,10 +32,10 @@ for line in sys.stdin:
 
 WRITER = """
 import sys
-from laminar_hpc.weights.image import map_slot
+from laminar_hpc.process.memory import map_writable
 
 path, offset, nbytes = sys.argv[1:]
-with map_slot(path, int(offset), int(nbytes)) as slot:
+with map_writable(path, int(offset), int(nbytes)) as slot:
     slot[:] = 77
 """
 
@@ -112,7 +110,7 @@ def test_a_trainers_worker_writes_where_it_is_told() -> None:
 def test_a_lease_cannot_be_written_to() -> None:
     with Image.create(NBYTES, slots=2) as image:
         image.begin_fill(1)
-        with map_lease(Lease(1, image.path, image.offset_of(1), b""), NBYTES) as leased:
+        with map_readonly(image.path, image.offset_of(1), NBYTES) as leased:
             with pytest.raises(ValueError, match="read-only"):
                 leased[0] = 1
             with pytest.raises(ValueError, match="WRITEABLE"):
@@ -123,10 +121,10 @@ def test_a_lease_cannot_be_written_to() -> None:
 def test_smallest_mappings(nbytes: int) -> None:
     with Image.create(nbytes, slots=2) as image:
         image.begin_fill(1)
-        with map_slot(image.path, image.offset_of(1), nbytes) as slot:
+        with map_writable(image.path, image.offset_of(1), nbytes) as slot:
             slot[:] = np.arange(1, nbytes + 1)
         assert image.bytes_of(1).tolist() == list(range(1, nbytes + 1))
-        with map_lease(Lease(1, image.path, image.offset_of(1), b""), nbytes) as leased:
+        with map_readonly(image.path, image.offset_of(1), nbytes) as leased:
             assert leased.tolist() == list(range(1, nbytes + 1))
 
 
@@ -135,12 +133,12 @@ def test_memory_is_gone_with_its_owner_but_not_under_a_reader() -> None:
         assert owner.stdout is not None
         path, offset = owner.stdout.readline().split()
         assert os.stat(path).st_mode & 0o777 == 0o600
-        with map_lease(Lease(1, path, int(offset), b""), 4096) as leased:
+        with map_readonly(path, int(offset), 4096) as leased:
             owner.send_signal(signal.SIGKILL)
             owner.wait(timeout=10)
             assert (leased == 5).all()
         assert not os.path.exists(path)
-        with pytest.raises(ProtocolError, match="owner may be gone"), map_lease(Lease(1, path, 0, b""), 4096):
+        with pytest.raises(FileNotFoundError), map_readonly(path, 0, 4096):
             pass
 
 

@@ -5,6 +5,7 @@ one rollout for each relay. Every rollout pulls again and again until it has the
 mapped goes to the controller, which knows what was published. Prints, for each rollout, the versions it has loaded.
 """
 
+import os
 import sys
 import time
 
@@ -13,12 +14,12 @@ import numpy as np
 from laminar_hpc.mpi.mail import Mail
 from laminar_hpc.mpi.transport import MpiTransport
 from laminar_hpc.mpi.world import open_world
+from laminar_hpc.process.memory import map_readonly, map_writable
 from laminar_hpc.protocol.commands import Broadcast, Publish, Release, Share
 from laminar_hpc.protocol.events import Loaded, Published, RelayHolds
 from laminar_hpc.protocol.peer import ChunkRequest, Lease, LeaseRequest, LeaseReturn, Shutdown, WeightsWritten
 from laminar_hpc.weights.digest import digests_of, image_digest, range_digests
 from laminar_hpc.weights.forward import Forwarder
-from laminar_hpc.weights.image import map_lease, map_slot
 from laminar_hpc.weights.manifest import make_manifest, range_bytes
 from laminar_hpc.weights.publish import Publisher
 from laminar_hpc.weights.pull import Lender, Puller
@@ -117,7 +118,7 @@ class Trainer:
         first, chunks = write.first_chunk, write.chunks
         nbytes = range_bytes(manifest, first, chunks)
         data = image(version)[first * chunk_bytes :][:nbytes]
-        with map_slot(write.path, write.offset, nbytes) as slot:
+        with map_writable(write.path, write.offset, nbytes) as slot:
             slot[:] = data
         digests = range_digests(manifest, first, chunks, data)
         self.publisher.written(WeightsWritten(version, digests, 0.0))
@@ -159,7 +160,7 @@ class Rollout:
         if isinstance(message, Lease):
             lease = self.puller.lent(message)
             assert lease is not None
-            with map_lease(lease, manifest.nbytes) as mapped:
+            with map_readonly(lease.path, lease.offset, manifest.nbytes) as mapped:
                 views = [mapped[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors]
                 digest = image_digest(digests_of(views, manifest))
             version = self.puller.loaded()
@@ -190,7 +191,7 @@ while not over:
         role.take(message)
     role.poll()
     if not messages:
-        time.sleep(0.0002)
+        os.sched_yield()  # more ranks than cores
 if isinstance(role, Controller):
     for rank, loads in role.loads.items():
         assert loads == sorted(set(loads)), f"rollout {rank} went back"

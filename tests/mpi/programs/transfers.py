@@ -7,12 +7,12 @@ import pytest
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.mail import Mail
-from laminar_hpc.mpi.transport import MpiTransport, Transfer
+from laminar_hpc.mpi.transport import Transfer, build_transport
 from laminar_hpc.mpi.world import open_world
 from laminar_hpc.protocol.peer import ManagerAlive
 
 world = open_world()
-transport = MpiTransport(world)
+transport = build_transport("mpi", world)
 mail = Mail(world)
 other = 1 - world.rank
 deadline_s = time.monotonic() + 40.0

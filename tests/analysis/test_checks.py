@@ -1,0 +1,237 @@
+"""A good record passes every check; each kind of violation is found by its check, and by that one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar_hpc.analysis.checks import Check, Result, run_checks
+from laminar_hpc.protocol.trajectory import Block, Source
+from laminar_hpc.record import schema
+from laminar_hpc.record.reader import open_run
+from laminar_hpc.record.writer import RecordWriter
+
+MakeLedger = Callable[..., Any]
+
+ONE_VERSION = "every trajectory comes from one weight version"
+ONE_GROUP_VERSION = "every group comes from one weight version"
+PROMPTS = "every prompt handed out is consumed once, returned, or discarded with a reason"
+SAMPLES = "every step trained on exactly what was consumed for it"
+PULLS = "every pull loaded what was published as that version"
+FORWARD = "versions held by a rollout never go back"
+BOUND = "staleness at consumption is at most 0 (mode sync)"
+
+
+def by_rule(checks: list[Check]) -> dict[str, Check]:
+    return {check.rule: check for check in checks}
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+def test_a_good_record_passes(tmp_path: Path, make_ledger: MakeLedger, mode: str) -> None:
+    checks = run_checks(make_ledger(10, mode).write(tmp_path / "run"))
+    assert [check.rule for check in checks if check.result is not Result.HOLDS] == []
+    assert [detail for check in checks for detail in check.details] == []
+    figures = {check.rule: check.figure for check in checks}
+    # 10 steps of 4 groups of 4, and one prompt that is returned; 2 rollouts pull 11 versions each
+    assert figures[ONE_VERSION] == "160 trained on; orders and answers on record agree for 160"
+    assert figures[ONE_GROUP_VERSION] == "40 groups trained on"
+    assert figures[PROMPTS] == "41 handed out: 40 consumed, 1 returned, 0 discarded, 0 open at the end"
+    assert figures[PULLS] == "22 of 22 pulls compared, 11 versions"
+    assert (BOUND in figures) == (mode == "sync")
+
+
+def another_version(ledger: Any) -> None:
+    for row in ledger.table("trajectories")[32:36]:
+        row["version"] += 1
+    ledger.table("groups")[8]["version"] += 1
+
+
+def no_version(ledger: Any) -> None:
+    for row in ledger.table("trajectories")[:4]:
+        row["version"] = None
+    ledger.table("groups")[0]["version"] = None
+    ledger.commands.clear()
+    ledger.events.clear()
+
+
+def resumed_under_another_version(ledger: Any) -> None:
+    first = ledger.commands[0]
+    resumed = msgspec.structs.replace(first.trajectories[0], resume_tokens=5)
+    ledger.commands.append(msgspec.structs.replace(first, version=first.version + 1, trajectories=[resumed]))
+
+
+def finished_under_another_version(ledger: Any) -> None:
+    ledger.events[3] = msgspec.structs.replace(ledger.events[3], version=9)
+
+
+def ended_twice(ledger: Any) -> None:
+    again = dict(ledger.table("trajectories")[5], state="discarded", reason="repeated")
+    ledger.table("trajectories").append(again)
+
+
+def mixed_group(ledger: Any) -> None:
+    row = ledger.table("trajectories")[33]
+    row["version"] += 1
+    ledger.commands.clear()
+    ledger.events.clear()
+
+
+def group_says_otherwise(ledger: Any) -> None:
+    ledger.table("groups")[8]["version"] += 1
+
+
+def consumed_twice(ledger: Any) -> None:
+    ledger.table("groups").append(dict(ledger.table("groups")[3]))
+
+
+def discarded_without_reason(ledger: Any) -> None:
+    ledger.table("groups")[-1].update(state="discarded", reason="")
+
+
+def lost_prompt(ledger: Any) -> None:
+    ledger.table("groups").pop()
+
+
+def unknown_prompt(ledger: Any) -> None:
+    ledger.table("hand_outs").pop(0)
+
+
+def handed_out_twice(ledger: Any) -> None:
+    ledger.table("hand_outs").append(dict(ledger.table("hand_outs")[0]))
+
+
+def never_consumed(ledger: Any) -> None:
+    ledger.table("groups")[3].update(state="discarded", reason="stale", step=None)
+
+
+def trained_on_something_else(ledger: Any) -> None:
+    ledger.table("trajectories")[0]["response_tokens"] += 1
+
+
+def trained_on_too_few(ledger: Any) -> None:
+    ledger.table("steps")[4]["samples"] += 1
+
+
+def wrong_weights(ledger: Any) -> None:
+    ledger.table("pulls", 4)[2]["digest"] ^= 1
+
+
+def unpublished_weights(ledger: Any) -> None:
+    ledger.table("publications").pop()
+
+
+def published_twice(ledger: Any) -> None:
+    ledger.table("publications").append(dict(ledger.table("publications")[2]))
+
+
+def went_back(ledger: Any) -> None:
+    pulls = ledger.table("pulls", 3)
+    pulls[4], pulls[5] = pulls[5], pulls[4]
+
+
+@pytest.mark.parametrize(
+    ("bend", "rule", "detail"),
+    [
+        (another_version, ONE_VERSION, "trajectory 32 has versions "),
+        (no_version, ONE_VERSION, "trajectory 0 has no version"),
+        (resumed_under_another_version, ONE_VERSION, "trajectory 0 has versions 0, 1"),
+        (finished_under_another_version, ONE_VERSION, "trajectory 3 has versions 0, 9"),
+        (ended_twice, ONE_VERSION, "trajectory 5 ended 2 times"),
+        (mixed_group, ONE_GROUP_VERSION, "group 8 has versions 0, 1"),
+        (group_says_otherwise, ONE_GROUP_VERSION, "group 8 is recorded as version 1, its members as 0"),
+        (consumed_twice, PROMPTS, "group 3 ended 2 times"),
+        (discarded_without_reason, PROMPTS, "group 40 was discarded without a reason"),
+        (lost_prompt, PROMPTS, "group 40 (attempt 0) is open"),
+        (unknown_prompt, PROMPTS, "group 0 was consumed and never handed out"),
+        (handed_out_twice, PROMPTS, "group 0 was handed out twice"),
+        (never_consumed, PROMPTS, "group 3 has trajectories that were trained on, but was not consumed"),
+        (trained_on_something_else, SAMPLES, "step 1 reports 16 trajectories and "),
+        (trained_on_too_few, SAMPLES, "step 5 reports 17 trajectories and "),
+        (
+            wrong_weights,
+            PULLS,
+            "rank 4 at 4.3 s: version 2 has digest 8000000000000003, published was 8000000000000002",
+        ),
+        (unpublished_weights, PULLS, "rank 3 at 20.3 s: version 10 has no publication on record"),
+        (published_twice, PULLS, "version 2 was published 2 times"),
+        (went_back, FORWARD, "rank 3 went from version 5 back to 4"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_violation_is_found(
+    tmp_path: Path, make_ledger: MakeLedger, bend: Callable[[Any], None], rule: str, detail: str
+) -> None:
+    ledger = make_ledger(10)
+    bend(ledger)
+    checks = run_checks(ledger.write(tmp_path / "run"))
+    assert [check.rule for check in checks if check.result is Result.VIOLATED] == [rule]
+    found = by_rule(checks)[rule]
+    assert found.details[0].startswith(detail)
+    assert "violations" in found.figure
+
+
+def test_the_bound_of_the_mode(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(10, "sync")
+    ledger.table("trajectories")[20]["staleness_consumption"] = 1
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[BOUND]
+    assert check.result is Result.VIOLATED
+    assert check.details == ["trajectory 20 was 1 versions old in step 2"]
+
+
+@pytest.mark.parametrize(("closed", "state"), [(False, "finished"), (True, "stopped"), (False, "")])
+def test_what_is_open_when_a_record_ends_in_mid_run_is_listed_and_no_fault(
+    tmp_path: Path, make_ledger: MakeLedger, closed: bool, state: str
+) -> None:
+    ledger = make_ledger(10)
+    ledger.closed, ledger.state = closed, state
+    del ledger.table("groups")[-3:]
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PROMPTS]
+    assert check.result is Result.HOLDS
+    assert check.figure.endswith("38 consumed, 0 returned, 0 discarded, 3 open at the end")
+    assert check.details == [f"group {group} (attempt 0) is open" for group in (38, 39, 40)]
+
+
+def test_a_pull_whose_publication_was_not_flushed_yet_is_no_fault(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(3)
+    ledger.closed = False
+    ledger.table("publications").pop()
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PULLS]
+    assert check.result is Result.HOLDS
+    assert len(check.details) == 2
+
+
+def test_pulls_without_digests_are_not_called_good(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(3)
+    for rank in (3, 4):
+        for row in ledger.table("pulls", rank):
+            row["digest"] = None
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PULLS]
+    assert check.result is Result.NOT_RECORDED
+
+
+def test_many_violations_are_counted_and_some_named(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(10)
+    for row in ledger.table("groups"):
+        row.update(state="discarded", reason="")
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PROMPTS]
+    assert check.figure.endswith("; 81 violations")  # 41 without a reason, 40 trained on without being consumed
+    assert len(check.details) == 21
+    assert check.details[-1] == "and 61 more"
+
+
+def test_recorded_tokens_of_two_versions_are_found(tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    path = tmp_path / "records" / schema.file_name("manager", 0, 0)
+    token, logprob = np.array([1], "<i4").tobytes(), np.array([-1.0], "<f4").tobytes()
+    with RecordWriter(str(path), "manager", 0, 0, {}, 1.0) as writer:
+        writer.add_block(Block(3, 0, Source.PROMPT, None, token))
+        for offset, version in enumerate((4, 5), start=1):
+            writer.add_block(Block(3, offset, Source.MODEL, version, token, logprob))
+    check = by_rule(run_checks(open_run(str(tmp_path))))[ONE_VERSION]
+    assert check.result is Result.VIOLATED
+    assert check.details == ["the recorded tokens of trajectory 3 are from versions 4, 5"]

@@ -1,0 +1,132 @@
+"""A job whose every event a test writes down itself: rank 1 is the trainer, 2 the relay, 3 and up the rollouts."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.protocol.commands import Command, Generate
+from laminar_hpc.protocol.events import (
+    Event,
+    Finished,
+    Loaded,
+    Progress,
+    Published,
+    RankLost,
+    RelayHolds,
+    RelayReady,
+    RolloutReady,
+    Streamed,
+    Trained,
+    TrainerReady,
+)
+from laminar_hpc.protocol.trajectory import Stop, Verdict
+
+TRAINER, RELAY, A, B = 1, 2, 3, 4
+DIGESTS = b"digests."
+
+AnyCommand = TypeVar("AnyCommand", bound=Command)
+
+
+def only(commands: list[Command], kind: type[AnyCommand]) -> list[AnyCommand]:
+    """The commands of one kind."""
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def kinds(commands: list[Command]) -> list[str]:
+    """The names of the commands, in order."""
+    return [type(command).__name__ for command in commands]
+
+
+class ScriptedJob:
+    """A controller with a clock that a test moves, and one method for each thing that a rank says."""
+
+    def __init__(self, concurrency: int = 4, **changes: Any) -> None:
+        """One trainer, one relay, two rollouts; steps of two groups of two, unless `changes` says otherwise."""
+        fields = {
+            "mode": "laminar",
+            "steps": 3,
+            "prompts": 2,
+            "group_size": 2,
+            "train_prompts": 50,
+            "trainers": 1,
+            "relays": 1,
+            "rollouts": 2,
+            **changes,
+        }
+        self.settings = Settings(**fields)
+        self.controller = Controller(self.settings)
+        self.concurrency = concurrency
+        self.now = 0.0
+        self.incarnation = dict.fromkeys(range(3, 3 + self.settings.rollouts), 0)
+
+    def tell(self, event: Event) -> list[Command]:
+        return self.controller.handle(event, self.now)
+
+    def ranks_report(self) -> list[Command]:
+        """Trainer, relay and rollouts report, in this order."""
+        commands = self.tell(TrainerReady(TRAINER, 0, 0))
+        commands += self.tell(RelayReady(RELAY, 0, "x"))
+        for rank in self.incarnation:
+            commands += self.ready(rank)
+        return commands
+
+    def start(self) -> dict[int, list[Generate]]:
+        """All ranks report and every rollout loads version 0, in rank order; what each was given to generate then."""
+        self.ranks_report()
+        self.spread(0)
+        return {rank: only(self.loaded(rank, 0), Generate) for rank in self.incarnation}
+
+    def ready(self, rank: int) -> list[Command]:
+        return self.tell(RolloutReady(rank, self.incarnation[rank], "x", RELAY, self.concurrency))
+
+    def spread(self, version: int) -> list[Command]:
+        """The trainer publishes a version and the relay gets it."""
+        commands = self.published(version)
+        return commands + self.relay_holds(version)
+
+    def published(self, version: int) -> list[Command]:
+        return self.tell(Published(TRAINER, 0, version, 0, DIGESTS, 0.1))
+
+    def relay_holds(self, version: int) -> list[Command]:
+        return self.tell(RelayHolds(RELAY, 0, version, 0.1))
+
+    def loaded(self, rank: int, version: int) -> list[Command]:
+        return self.tell(Loaded(rank, self.incarnation[rank], version, b"", 0.0, 0.1))
+
+    def finish(
+        self,
+        rank: int,
+        trajectory: int,
+        version: int,
+        verdict: Verdict = Verdict.GRADED,
+        reward: float = 1.0,
+        tokens: int = 10,
+    ) -> list[Command]:
+        stop = Stop.END_TOKEN
+        return self.tell(Finished(rank, self.incarnation[rank], trajectory, version, 5, tokens, stop, verdict, reward))
+
+    def finish_all(self, rank: int, generate: Generate) -> list[Command]:
+        """All trajectories of a command finish, in order."""
+        commands = []
+        for spec in generate.trajectories:
+            commands += self.finish(rank, spec.id, generate.version)
+        return commands
+
+    def trained(self, step: int, minibatch: int = 0) -> list[Command]:
+        return self.tell(Trained(TRAINER, 0, step, minibatch, 100, 2.0, {"loss": 0.5}))
+
+    def train_and_spread(self, step: int) -> list[Command]:
+        """The trainer does a step of one mini-batch and its version reaches the relay."""
+        commands = self.trained(step)
+        return commands + self.spread(step)
+
+    def streamed(self, rank: int, *progress: tuple[int, int]) -> list[Command]:
+        items = [Progress(trajectory, tokens) for trajectory, tokens in progress]
+        return self.tell(Streamed(rank, self.incarnation[rank], items, 0.5, len(items), 0))
+
+    def lose(self, rank: int) -> list[Command]:
+        """The rollout is lost; what this job says for it from now on is of its next incarnation."""
+        commands = self.tell(RankLost(rank, self.incarnation[rank], "killed"))
+        self.incarnation[rank] += 1
+        return commands

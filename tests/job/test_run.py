@@ -1,0 +1,124 @@
+"""Whole runs: they finish, their record is complete, and what it says holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from laminar_hpc.analysis.checks import run_checks
+from laminar_hpc.control.controller import Controller
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.protocol.wire import decode
+from laminar_hpc.record.reader import Run, open_run
+from laminar_hpc.record.status import read_status
+from tests.job.conftest import Laminar, processes_of, shared_memory
+
+pytestmark = pytest.mark.job
+
+
+def finished(laminar: Laminar, **sections: dict[str, object]) -> Run:
+    """Run a job to its end and open its record."""
+    before = shared_memory()
+    done = laminar("run", laminar.config(**sections))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    status = read_status(str(laminar.run_dir))
+    assert status is not None
+    assert status.state == "finished"
+    assert processes_of(laminar.run_dir) == []
+    assert shared_memory() <= before
+    run = open_run(str(laminar.run_dir))
+    assert run.unreadable == []
+    for check in run_checks(run):
+        assert check.passed, check
+    return run
+
+
+def replayed(run: Run) -> None:
+    """Feed the recorded events to a fresh controller: it has to give the recorded commands."""
+    settings = Settings(**run.setting("controller_settings"))
+    controller = Controller(settings)
+    commands = iter(run.commands())
+    events = 0
+    for event in run.events():
+        for command in controller.handle(decode(event.data), event.time_s):
+            recorded = next(commands)
+            assert decode(recorded.data) == command
+            assert recorded.time_s == event.time_s
+        events += 1
+    assert next(commands, None) is None
+    assert events > 20
+
+
+def loaded_what_was_published(run: Run, versions: int) -> None:
+    """Each pull's digest, taken inside the engine, is the one that the trainers published; every version was published."""
+    publications, pulls = run.table("publications"), run.table("pulls")
+    published = dict(zip(publications["version"], publications["digest"], strict=True))
+    assert sorted(published) == list(range(versions))
+    assert len(set(published.values())) == versions
+    assert len(pulls) > 0
+    for pull in pulls:
+        assert pull["digest"] == published[pull["version"]]
+        assert pull["digest"] != 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "relays"),
+    [("laminar", 1, 1), ("sync", 1, 1), ("laminar", 2, 2), ("sync", 2, 3)],
+)
+def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, trainers: int, relays: int) -> None:
+    rollouts = 3 if relays == 3 else 2
+    run = finished(
+        laminar,
+        job={"trainers": trainers, "relays": relays, "rollouts": rollouts},
+        control={"mode": mode, "steps": 4},
+        trainer={"learning_rate": 1e-3},
+        batch={"prompts": 4, "group_size": 4, "minibatches": 2},
+    )
+    assert len(run.files) == 1 + trainers + relays + rollouts
+    assert list(run.table("steps")["step"]) == [1, 2, 3, 4]
+    assert list(run.table("evaluations")["step"]) == [0, 2, 4]
+    assert np.all(run.table("evaluations")["prompts"] == 8)
+    held = run.table("relay_versions")
+    assert sorted(zip(held["version"], held["rank"], strict=True)) == sorted(
+        (version, rank) for version in range(5) for rank in set(held["rank"])
+    )
+    assert len(set(held["rank"])) == relays
+    loaded_what_was_published(run, versions=5)
+    replayed(run)
+    steps = run.table("steps")
+    assert np.all(steps["samples"] == 16)
+    if mode == "sync":
+        assert np.all(steps["staleness_consumption_max"] == 0)
+        assert np.allclose(steps["kl_behaviour"][:1], 0, atol=0.05)
+    for column in ("loss", "entropy", "clip_fraction_low", "clip_fraction_high", "kl_behaviour", "grad_norm"):
+        assert np.all(np.isfinite(steps[column])), column
+
+
+def test_a_jsonl_task_with_a_verifier(laminar: Laminar) -> None:
+    prompts = laminar.directory / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(40)))
+    run = finished(
+        laminar,
+        task={"name": "jsonl", "path": str(prompts), "verifier": "number"},
+        control={"steps": 2},
+        record={"tokens": True},
+    )
+    trained = run.table("trajectories")
+    consumed = {int(row["trajectory"]) for row in trained if row["purpose"] == run.code("purpose", "train")}
+    blocks: dict[int, int] = {}
+    for block in run.tokens():
+        blocks[block.trajectory] = blocks.get(block.trajectory, 0) + len(block.tokens)
+    for row in trained:
+        if row["trajectory"] in blocks:
+            assert blocks[row["trajectory"]] == row["prompt_tokens"] + row["response_tokens"]
+    assert set(blocks) & consumed
+
+
+def test_the_report_of_a_run(laminar: Laminar) -> None:
+    finished(laminar, control={"steps": 2})
+    done = laminar("report", laminar.run_dir)
+    assert done.returncode == 0, done.stderr
+    page = laminar.run_dir / "report" / "index.html"
+    assert f"report: {page}" in done.stdout
+    assert "every group one version" in page.read_text()
