@@ -74,7 +74,7 @@ def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
         if len(versions) > 1:
             wrong.append(f"the recorded tokens of trajectory {trajectory} are from versions {_list(versions)}")
     figure = f"{len(rows):,} trained on; orders and answers on record agree for {confirmed:,}"
-    return _check("every trajectory comes from one weight version", wrong, figure)
+    return _check("every trajectory comes from one weight version", len(rows), wrong, figure)
 
 
 def one_version_per_group(run: Run) -> Check:
@@ -90,7 +90,9 @@ def one_version_per_group(run: Run) -> Check:
             wrong.append(f"group {key[1]} has versions {_list(versions)}")
         elif key in outcomes and {outcomes[key]} != versions:
             wrong.append(f"group {key[1]} is recorded as version {outcomes[key]}, its members as {_list(versions)}")
-    return _check("every group comes from one weight version", wrong, f"{len(members):,} groups trained on")
+    return _check(
+        "every group comes from one weight version", len(members), wrong, f"{len(members):,} groups trained on"
+    )
 
 
 def prompts_accounted_for(run: Run) -> Check:
@@ -119,9 +121,8 @@ def prompts_accounted_for(run: Run) -> Check:
         f"{len(handed_out | ended):,} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
     )
     figure += f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open at the end"
-    return _check(
-        "every prompt handed out is consumed once, returned, or discarded with a reason", wrong, figure, still_open
-    )
+    rule = "every prompt handed out is consumed once, returned, or discarded with a reason"
+    return _check(rule, len(handed_out | ended), wrong, figure, still_open)
 
 
 def samples_match_steps(run: Run) -> Check:
@@ -143,7 +144,7 @@ def samples_match_steps(run: Run) -> Check:
                 f"step {key[1]} reports {row['samples']} trajectories and {step_tokens} tokens, "
                 f"{samples[key]} and {tokens[key]} were consumed for it"
             )
-    return _check("every step trained on exactly what was consumed for it", wrong, f"{len(rows):,} steps")
+    return _check("every step trained on exactly what was consumed for it", len(rows), wrong, f"{len(rows):,} steps")
 
 
 def pulls_match_publications(run: Run) -> Check:
@@ -166,11 +167,8 @@ def pulls_match_publications(run: Run) -> Check:
             compared += 1
             if digest != published[version]:
                 wrong.append(f"{who} has digest {digest:016x}, published was {published[version]:016x}")
-    if len(pulls) and not compared and not wrong:
-        return Check(rule, Result.NOT_RECORDED, f"{len(pulls):,} pulls, no digests on record", still_open[:DETAILS])
-    return _check(
-        rule, wrong, f"{compared:,} of {len(pulls):,} pulls compared, {len(published):,} versions", still_open
-    )
+    figure = f"{compared:,} of {len(pulls):,} pulls compared, {len(published):,} versions"
+    return _check(rule, compared, wrong, figure, still_open)
 
 
 def versions_never_go_back(run: Run) -> Check:
@@ -183,7 +181,7 @@ def versions_never_go_back(run: Run) -> Check:
             if after < before:
                 wrong.append(f"rank {rank} went from version {before} back to {after}")
     figure = f"{len(pulls):,} pulls of {len(np.unique(pulls['rank'])):,} rollouts"
-    return _check("versions held by a rollout never go back", wrong, figure)
+    return _check("versions held by a rollout never go back", len(pulls), wrong, figure)
 
 
 def staleness_bound(run: Run) -> Check:
@@ -195,23 +193,25 @@ def staleness_bound(run: Run) -> Check:
     if not mode:
         return Check("the mode's staleness bound is kept", Result.NOT_RECORDED, f"largest {worst}, mode not on record")
     bound = mode["staleness_bound"]
+    figure = f"largest {worst} of {len(rows):,} trajectories"
     if bound is None:
-        figure = f"largest {worst} of {len(rows):,} trajectories"
-        return Check(f"staleness is measured (mode {mode['name']} sets no bound)", Result.HOLDS, figure)
+        rule = f"staleness is measured (mode {mode['name']} sets no bound)"
+        return _check(rule, len(rows), [], figure)
     wrong = [
         f"trajectory {row['trajectory']} was {row['staleness_consumption']} versions old in step {row['step']}"
         for row in rows[staleness > bound]
     ]
-    figure = f"largest {worst} of {len(rows):,} trajectories"
-    return _check(f"staleness at consumption is at most {bound} (mode {mode['name']})", wrong, figure)
+    return _check(f"staleness at consumption is at most {bound} (mode {mode['name']})", len(rows), wrong, figure)
 
 
-def _check(rule: str, wrong: list[str], figure: str, still_open: list[str] | None = None) -> Check:
+def _check(rule: str, checked: int, wrong: list[str], figure: str, still_open: list[str] | None = None) -> Check:
+    """The result of a rule that was looked at in `checked` places; none at all says nothing about it."""
     named = wrong or still_open or []
     details = named[:DETAILS] + ([f"and {len(named) - DETAILS:,} more"] if len(named) > DETAILS else [])
     if wrong:
         figure += f"; {len(wrong):,} violations"
-    return Check(rule, Result.VIOLATED if wrong else Result.HOLDS, figure, details)
+    result = Result.VIOLATED if wrong else Result.HOLDS if checked else Result.NOT_RECORDED
+    return Check(rule, result, figure, details)
 
 
 def _ended_in_order(run: Run) -> bool:

@@ -19,6 +19,8 @@ from .series import Floats, binned, phase_seconds, staleness_counts, step_throug
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A8F98"
 """Colours that the colour-blind can tell apart: Okabe and Ito 2008, "Color Universal Design"."""
 
+INK = "#30343B"
+
 PHASE_COLOURS = {
     "work": BLUE,
     "train": BLUE,
@@ -162,27 +164,34 @@ def phases(run: Run) -> Figure | None:
     totals = phase_seconds(run)
     if not totals:
         return None
-    figure = Figure(figsize=(WIDTH_INCH, 1.1 + 0.62 * len(totals)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCH, 1.1 + 0.7 * len(totals)), layout="constrained")
     axes = figure.subplots()
     roles = list(totals)
     for place, role in enumerate(roles):
-        left, whole = 0.0, sum(totals[role].values())
-        for phase, seconds in totals[role].items():
-            share = seconds / whole
-            axes.barh(place, share, left=left, height=0.62, color=PHASE_COLOURS[phase], edgecolor="white")
-            if share > 0.07:
-                dark = PHASE_COLOURS[phase] in (BLUE, ORANGE, GREEN)
-                colour = "white" if dark else "#30343B"
-                axes.text(
-                    left + share / 2, place, f"{phase}\n{share:.0%}", ha="center", va="center", color=colour, fontsize=8
-                )
-            left += share
+        _phase_bar(axes, place, totals[role])
     axes.set_yticks(range(len(roles)), roles)
     axes.invert_yaxis()
     axes.set(title="Time by phase, all ranks of a role", xlabel="share of time", xlim=(0, 1))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(visible=False)
     return figure
+
+
+def _phase_bar(axes: Axes, place: int, seconds: dict[str, float]) -> None:
+    """One role's bar: names in the parts that have room for one, those of the others above the bar."""
+    left, whole = 0.0, sum(seconds.values())
+    narrow = []
+    for phase, spent in seconds.items():
+        share, colour = spent / whole, PHASE_COLOURS[phase]
+        axes.barh(place, share, left=left, height=0.6, color=colour, edgecolor="white")
+        if share > 0.07:
+            ink = "white" if colour in (BLUE, ORANGE, GREEN) else INK
+            middle = left + share / 2
+            axes.text(middle, place, f"{phase}\n{share:.0%}", ha="center", va="center", color=ink, fontsize=8)
+        else:
+            narrow.append(f"{phase} {share:.1%}")
+        left += share
+    axes.text(0.003, place - 0.32, ", ".join(narrow), va="bottom", color=INK, fontsize=8)
 
 
 def engine(run: Run) -> Figure | None:

@@ -67,6 +67,8 @@ def throughput(run: Run) -> Table:
     if len(rates):
         rows.append(["a step's tokens / time between publications", "token/s", number(float(np.mean(rates[skipped:])))])
         rows.append(["time between publications", "s", number(float(np.mean(seconds[skipped:])))])
+        whole = float(np.sum(rates * seconds)) / float(np.sum(seconds))
+        rows.append(["tokens of all steps / time of all steps", "token/s", number(whole)])
     note = "Generation counts new tokens; the other rates count prompt and response tokens of what was trained on."
     if len(rates):
         note += f" Means of {len(rates) - skipped} steps, after {skipped} of warm-up."

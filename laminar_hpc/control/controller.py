@@ -191,7 +191,6 @@ class Controller:
             return []
         if self.settings.evaluates(state.versions[event.version].step):
             state.rounds.open(event.version, self.settings.evaluated_prompts)
-        state.work_has_appeared = True
         return self._broadcasts() + self._experience.evict(now)
 
     def _broadcasts(self) -> list[Command]:

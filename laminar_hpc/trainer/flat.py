@@ -48,7 +48,7 @@ class FlatParameters:
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients, float32 (); they are scaled down to `max_norm` where it is larger (0: never)."""
-        norm = torch.linalg.vector_norm(self.gradients)
+        norm: Tensor = torch.linalg.vector_norm(self.gradients)
         if max_norm > 0.0:
             self.gradients.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm

@@ -97,7 +97,7 @@ def load_model(path: str, dtype: str) -> Any:
 
     check_model_directory(path)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
@@ -108,6 +108,7 @@ def load_model(path: str, dtype: str) -> Any:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model.path: {path} cannot be loaded: {' '.join(str(error).split())}") from error
+    model, info = loaded
     absent = sorted(info["missing_keys"])
     if absent:
         raise ConfigError(f"model.path: {path} lacks the tensor {absent[0]} ({len(absent)} missing in all)")

@@ -18,6 +18,7 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.warm_start import Example, WarmStart, WarmStartResult, warm_start
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD_ID, END_ID = 0, 1
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, POSITIONS = 96, 2, 4, 2, 256, 512
@@ -46,11 +47,16 @@ def make_tiny_model(
         plan or WarmStart(),
         seed,
     )
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     tokenizer.save(os.path.join(path, "tokenizer.json"))
     with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "unk_token": UNKNOWN}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END,
+            "pad_token": PAD,
+            "unk_token": UNKNOWN,
+        }
         json.dump(settings, file, indent=2)
     return result
 
@@ -78,8 +84,8 @@ def new_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=1,
+        pad_token_id=PAD_ID,
+        eos_token_id=END_ID,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -87,7 +93,7 @@ def new_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
 
 
 def _example(tokenizer: Tokenizer, prompt: str, answer: str) -> Example:
-    return Example(prompt=tokenizer.encode(prompt).ids, answer=[*tokenizer.encode(answer).ids, 1])
+    return Example(prompt=tokenizer.encode(prompt).ids, answer=[*tokenizer.encode(answer).ids, END_ID])
 
 
 def _claim_directory(path: str) -> None:

@@ -86,7 +86,9 @@ class TorchTrainer:
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last mini-batch by parameter name, summed over all trainers and clipped."""
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return {name: master.grad for name, master in zip(names, self._flat.masters, strict=True) if master.grad is not None}
+        return {
+            name: master.grad for name, master in zip(names, self._flat.masters, strict=True) if master.grad is not None
+        }
 
     def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
         """Copy these chunks of the image as the weights are now; `image` is as long as the chunks together."""
@@ -127,7 +129,7 @@ class TorchTrainer:
         logprobs = log_distribution.gather(1, tokens[mask][:, None])[:, 0]
         terms = clipped_terms(logprobs, behaviour, advantages, self._config.clip_low, self._config.clip_high)
         loss = (weights * terms).sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         self._flat.collect_gradients()
         entropy = token_entropy(log_distribution.detach())
         sums, ratio_max = token_metrics(

@@ -88,7 +88,7 @@ def _join(channel: Channel, config: Config, trainer: int, trainers: int) -> None
     timeout = datetime.timedelta(seconds=config.job.start_timeout_s)
     if trainer == 0:
         host = _own_address()
-        store = dist.TCPStore(host, 0, trainers, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, trainers, is_master=True, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         channel.send(Rendezvous(host, store.port))
     else:
         place = channel.receive(config.job.start_timeout_s)
@@ -97,7 +97,7 @@ def _join(channel: Channel, config: Config, trainer: int, trainers: int) -> None
                 f"trainer worker {trainer}: no word of where the trainers meet within job.start_timeout_s = "
                 f"{config.job.start_timeout_s:g} s"
             )
-        store = dist.TCPStore(place.host, place.port, trainers, is_master=False, timeout=timeout)
+        store = dist.TCPStore(place.host, place.port, trainers, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=trainer, world_size=trainers, timeout=timeout)
 

@@ -100,6 +100,8 @@ def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture
     assert page.images == []
     assert "The record has no figures yet." in page.texts
     assert "The record has no numbers yet." in page.texts
+    assert page.texts.count("not recorded") == 7
+    assert "holds" not in page.texts
     assert ending(run) == "no status file; its record ends in mid-run"
     print_report(run)
     assert "No step has been trained yet." in capsys.readouterr().out

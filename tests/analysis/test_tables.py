@@ -35,6 +35,7 @@ def test_throughput_is_a_steps_tokens_over_the_time_between_publications(
     # a fifth of 10 steps is left out: (7 * 200 + 100) / 8 = 187.5, and (7 * 2 + 4) / 8 = 2.25
     assert shown["a step's tokens / time between publications"] == ["token/s", "187.5"]
     assert shown["time between publications"] == ["s", "2.25"]
+    assert shown["tokens of all steps / time of all steps"] == ["token/s", "190.5"]  # 4000 tokens in 21 s
     assert shown["training, while a step runs"] == ["token/s", "800.0"]  # 4000 tokens in 10 * 0.5 s
     # 2 rollouts with 40 rows of 50 tokens and 0.4 s each, the first at 0 s and the last at 19.5 s
     assert shown["generation, all rollouts"] == ["token/s", "205.1"]

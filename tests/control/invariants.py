@@ -38,6 +38,7 @@ from laminar_hpc.protocol.trajectory import Purpose, State, TrajectorySpec, Verd
 class SeenRollout(msgspec.Struct, eq=False):
     incarnation: int
     concurrency: int
+    relay: int
     alive: bool = True
     version: int | None = None
     pulling: int | None = None
@@ -76,6 +77,7 @@ class InvariantChecker:
         self.reports: list[ReportStep] = []
         self.evaluations: list[ReportEvaluation] = []
         self.trainers: dict[int, int] = {}
+        self.cohort_versions: set[int] = set()
         self.ended: EndJob | None = None
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ class InvariantChecker:
             case RolloutReady():
                 seen = self.rollouts.get(event.rank)
                 if seen is None or event.incarnation > seen.incarnation:
-                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency)
+                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency, event.relay)
             case RankLost():
                 if seen := self._current(event):
                     seen.alive, seen.owned = False, set()
@@ -153,11 +155,25 @@ class InvariantChecker:
         assert seen.pulling is None, f"rollout {command.rank} is loading"
         assert seen.version == command.version, f"rollout {command.rank} holds {seen.version}, not {command.version}"
         assert command.trajectories
+        self._check_fresh(command, seen)
         for spec in command.trajectories:
             self._see_hand_out(spec, command.version)
             seen.owned.add(spec.id)
         groups = {self.trajectories[id].spec.group for id in seen.owned}
         assert len(seen.owned) <= seen.concurrency or len(groups) == 1, f"rollout {command.rank} is overfull"
+
+    def _check_fresh(self, command: Generate, seen: SeenRollout) -> None:
+        """Fresh work goes to a rollout at its own boundary, or, in sync, to a fleet that holds one version."""
+        fresh = [spec for spec in command.trajectories if spec.id not in self.trajectories]
+        if not fresh:
+            return
+        if not self.sync:
+            assert not seen.owned, f"rollout {command.rank} was in the middle of its batch"
+        elif command.version not in self.cohort_versions:
+            versions = {other.version for other in self.rollouts.values() if other.alive}
+            assert versions == {command.version}, f"work under {command.version} while rollouts hold {versions}"
+            assert len(self.rollouts) >= self.settings.rollouts
+            self.cohort_versions.add(command.version)
 
     def _see_hand_out(self, spec: TrajectorySpec, version: int) -> None:
         owners = [rank for rank, seen in self.rollouts.items() if spec.id in seen.owned]
@@ -327,3 +343,23 @@ class InvariantChecker:
         waiting = [group for group in kept if group not in self.batched_groups and group not in self.group_ends]
         limit = settings.prompts if self.sync else int((1 + settings.ahead) * settings.prompts)
         assert len(waiting) <= limit, f"{len(waiting)} groups are open, at most {limit} may be"
+        if self.ended is None:
+            self._check_nobody_idles(len(waiting) < limit and len(kept) < settings.steps * settings.prompts)
+
+    def _check_nobody_idles(self, room: bool) -> None:
+        """A rollout without work has the newest weights it can get, and there is none that it could be given."""
+        for rank, seen in self.rollouts.items():
+            if not seen.alive or seen.owned or seen.pulling is not None:
+                continue
+            newest = max(self.held.get(seen.relay, ()), default=None)
+            assert newest is None or (seen.version is not None and seen.version >= newest), f"rollout {rank} is behind"
+            if seen.version is None:
+                continue
+            if self.sync:
+                together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)
+                room = room and together and self._cohort_is_open() and len(self.rollouts) >= self.settings.rollouts
+            assert not room, f"rollout {rank} idles though prompts may be handed out"
+
+    def _cohort_is_open(self) -> bool:
+        """Whether the groups trained on so far are those of all steps up to the newest version's."""
+        return len(self.batched_groups) == self.announced[self.complete[-1]] * self.settings.prompts

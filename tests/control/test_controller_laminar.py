@@ -6,7 +6,7 @@ import pytest
 from scripted_job import A, B, ScriptedJob, kinds, only
 
 from laminar_hpc.protocol.commands import Generate, Pull, ReportEvaluation, ReportStep, Settle, Train
-from laminar_hpc.protocol.events import CameFromTool, Finished, RolloutReady, Trained, TrainerReady, WentToTool
+from laminar_hpc.protocol.events import CameFromTool, Finished, Loaded, RolloutReady, Trained, TrainerReady, WentToTool
 from laminar_hpc.protocol.trajectory import Purpose, State, Stop, TrajectorySpec, Verdict
 
 
@@ -164,7 +164,7 @@ def test_a_group_with_one_graded_member_is_discarded_and_its_place_given_to_anot
     (group,) = settle.groups
     assert (group.group, group.state, group.trajectories) == (0, State.DISCARDED, 1)
     assert group.reason == "1 of 2 responses graded, at least 2 needed"
-    assert groups(generate) == [1, 1]  # B or A: all of the one step is open again
+    assert (generate.rank, groups(generate)) == (B, [1, 1])  # B had nothing to do from the start
 
 
 def test_groups_that_have_become_too_old_are_evicted_and_replaced():
@@ -207,6 +207,21 @@ def test_a_lost_rollouts_trajectories_go_on_at_one_of_the_same_version_that_has_
     (generate,) = job.finish(B, 6, 0)
     assert [(spec.id, spec.resume_tokens) for spec in generate.trajectories] == [(3, 0)]
     assert generate.trajectories[0] == given[A][0].trajectories[3]
+
+
+def test_trajectories_that_wait_for_room_come_before_newer_weights():
+    job = ScriptedJob(concurrency=1, prompts=1, ahead=9.0)
+    given = job.start()
+    (again,) = only(job.finish_all(A, given[A][0]), Generate)
+    job.train_and_spread(1)
+    assert job.lose(A) == []  # B is full
+    assert job.finish(B, 2, 0) == []
+    (generate,) = only(job.finish(B, 3, 0), Generate)
+    assert (generate.rank, ids(generate)) == (B, ids(again)[:1])
+    (generate,) = only(job.finish(B, ids(again)[0], 0), Generate)
+    assert (generate.version, ids(generate)) == (0, ids(again)[1:])
+    (pull,) = only(job.finish(B, ids(again)[1], 0), Pull)
+    assert pull.version == 1
 
 
 def test_with_nobody_left_of_its_version_a_group_starts_over_with_its_finished_members():
@@ -254,7 +269,8 @@ def test_earlier_incarnations_are_not_heard():
     dead = Finished(A, 0, 0, 0, 5, 9, Stop.LENGTH, Verdict.GRADED, 1.0)
     assert job.tell(dead) == []
     job.ready(A)
-    assert job.tell(dead) == []
+    assert job.tell(dead) == job.tell(Loaded(A, 0, 0, b"", 0.0, 0.1)) == []
+    assert "rollout 3 loads version 0 from relay 2" in job.controller.waits()
     assert job.tell(RolloutReady(A, 0, "x", 2, 4)) == []
     assert job.controller.trajectories_in_flight == 7
 
@@ -306,6 +322,28 @@ def test_evaluation_prompts_come_first_and_hold_a_rollout_to_its_version():
     (second,) = only(job.finish_all(A, first), Generate)
     assert [spec.purpose for spec in second.trajectories] == [Purpose.EVALUATION] * 2 + [Purpose.TRAIN] * 2
     assert second.reason == "1 groups, 2 evaluation prompts"
+
+
+def test_a_round_once_begun_comes_before_newer_weights():
+    job = evaluated(rollouts=2, concurrency=2, prompts=1, steps=5, ahead=9.0, evaluation_prompts=3)
+    given = job.start()
+    (under_0,) = only(job.finish_all(A, given[A][0]), Generate)
+    (other,) = only(job.finish_all(B, given[B][0]), Generate)
+    (late,) = only(job.finish_all(A, under_0), Generate)  # step 1
+    job.train_and_spread(1)
+    job.finish_all(B, other)  # step 2
+    (under_1,) = only(job.loaded(B, 1), Generate)
+    job.train_and_spread(2)  # opens a round
+    job.finish_all(A, late)  # step 3
+    (answers,) = only(job.loaded(A, 2), Generate)
+    assert [spec.prompt for spec in answers.trajectories] == [0, 1]
+    job.train_and_spread(3)
+    (rest_of_round,) = job.finish_all(A, answers)
+    assert (rest_of_round.version, [spec.prompt for spec in rest_of_round.trajectories]) == (2, [2])
+    job.finish_all(B, under_1)
+    job.loaded(B, 3)
+    (report, *_) = job.finish_all(A, rest_of_round)
+    assert (report.version, report.step) == (2, 2)
 
 
 def test_an_evaluation_is_reported_with_the_share_of_full_rewards_among_the_graded():

@@ -29,7 +29,7 @@ def test_a_version_is_published_when_every_trainer_has_its_share():
     versions = Versions(0, 0, 2)
     versions.announce(0)
     assert not versions.publish(0, 2, 2, ONE)
-    assert not versions.publish(0, 2, 2, ONE)
+    assert not versions.publish(0, 2, 7, TWO)
     assert versions.missing_trainers(versions[0], [1, 2]) == [1]
     assert versions.newest_published is None
     assert versions.broadcasts([5]) == []

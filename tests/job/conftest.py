@@ -1,80 +1,22 @@
-"""Whole jobs, started as a user starts them: the installed command, in a child process with a deadline."""
+"""A small model, and the command in a directory of its own."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
-
-LAMINAR = shutil.which("laminar", path=os.path.dirname(sys.executable)) or "laminar"
-
-JOB_DEADLINE_S = 240.0
-
-
-class Laminar:
-    """Runs the `laminar` command in a directory of its own."""
-
-    def __init__(self, directory: Path, model: Path) -> None:
-        self.directory = directory
-        self.model = model
-
-    def config(self, text: str = "", **sections: dict[str, object]) -> Path:
-        """A config file for a job of a few seconds; `sections` go over its values."""
-        values: dict[str, dict[str, object]] = {
-            "job": {"rollouts": 2, "stall_timeout_s": 60, "start_timeout_s": 120},
-            "model": {"path": str(self.model)},
-            "task": {"dataset": "chain_sum", "prompts": 500},
-            "rollout": {"concurrency": 16, "slots": 16, "max_prompt_tokens": 128, "max_response_tokens": 12},
-            "batch": {"prompts": 4, "group_size": 4},
-            "control": {"steps": 4},
-            "evaluation": {"every": 2, "prompts": 8},
-            "weights": {"chunk_bytes": 65536},
-            "record": {"flush_s": 0.5},
-        }
-        for name, keys in sections.items():
-            values.setdefault(name, {}).update(keys)
-        lines = [f"run_dir = {str(self.directory / 'run')!r}", text]
-        for name, keys in values.items():
-            lines.append(f"[{name}]")
-            lines += [f"{key} = {_toml(value)}" for key, value in keys.items()]
-        path = self.directory / "config.toml"
-        path.write_text("\n".join(lines) + "\n")
-        return path
-
-    @property
-    def run_dir(self) -> Path:
-        return self.directory / "run"
-
-    def __call__(self, *arguments: object, deadline_s: float = JOB_DEADLINE_S) -> subprocess.CompletedProcess[str]:
-        """Run to the end; the test fails where it takes longer than `deadline_s`."""
-        line = [LAMINAR, *map(str, arguments)]
-        return subprocess.run(line, capture_output=True, text=True, timeout=deadline_s, cwd=self.directory, check=False)
-
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start, and leave it to the test to end it."""
-        line = [LAMINAR, *map(str, arguments)]
-        return subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.directory, start_new_session=True
-        )
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+from laminar_command import Laminar
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model without warm start: enough for everything but learning."""
     from laminar_hpc.trainer.tiny import make_tiny_model
+    from laminar_hpc.trainer.warm_start import WarmStart
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny_model(str(directory), seed=0, warm_start_steps=0)
+    pair = [("1 + 1 =", "2")]
+    make_tiny_model(str(directory), pair, pair, seed=0, plan=WarmStart(max_steps=0))
     return directory
 
 
@@ -82,34 +24,3 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def laminar(tmp_path: Path, model: Path) -> Laminar:
     """The command, with a small model at hand."""
     return Laminar(tmp_path, model)
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Processes of this machine that have the run directory on their command line or a file of it open."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-            words = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if str(run_dir) in words or any(str(run_dir) in link for link in links):
-            found.append(int(entry.name))
-    return found
-
-
-def wait_until(condition: object, deadline_s: float, what: str) -> float:
-    """Seconds until `condition()` holds; the test fails after `deadline_s`."""
-    begun = time.monotonic()
-    pause = threading.Event()
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() - begun < deadline_s, f"not within {deadline_s} s: {what}"
-        pause.wait(0.05)
-    return time.monotonic() - begun
-
-
-def shared_memory() -> set[str]:
-    """What lies in the machine's shared memory."""
-    return set(os.listdir("/dev/shm"))

@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from tests.job.conftest import Laminar
+from laminar_command import Laminar
 
 pytestmark = pytest.mark.job
 

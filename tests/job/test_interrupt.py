@@ -1,0 +1,185 @@
+"""Runs that end before their time: everything is gone soon, and what was recorded can be read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from laminar_command import Laminar, processes_of, shared_memory, wait_until
+
+from laminar_hpc.analysis.checks import Result, run_checks
+from laminar_hpc.record.reader import open_run
+from laminar_hpc.record.status import Status, read_status
+
+pytestmark = pytest.mark.job
+
+GONE_S = 10.0
+
+
+def training(laminar: Laminar, **sections: dict[str, object]) -> subprocess.Popen[str]:
+    """A job that would train for ever, some steps after its start."""
+    sections.setdefault("control", {"steps": 100_000})
+    command = laminar.start("run", laminar.config(**sections))
+
+    def has_trained() -> bool:
+        assert command.poll() is None, command.communicate()
+        status = status_of(laminar)
+        return status is not None and status.step >= 3
+
+    wait_until(has_trained, 200.0, "three steps")
+    return command
+
+
+def status_of(laminar: Laminar) -> Status | None:
+    """The status file, None where there is none yet."""
+    return read_status(str(laminar.run_dir)) if laminar.run_dir.exists() else None
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that descend from `pid`, found by the kernel's list of children."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        try:
+            children = Path(f"/proc/{todo[0]}/task/{todo[0]}/children").read_text().split()
+        except OSError:
+            children = []
+        todo = todo[1:] + [int(child) for child in children]
+        found.update(int(child) for child in children)
+    return found
+
+
+def mpiexec_of(command: subprocess.Popen[str]) -> int:
+    """The mpiexec that the command has started."""
+    (child,) = (int(pid) for pid in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split())
+    assert b"mpiexec" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return child
+
+
+def all_gone(pids: set[int], run_dir: Path) -> bool:
+    """Whether none of the processes is left, nor any other that works for the run."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids) and not processes_of(run_dir)
+
+
+def readable_record(laminar: Laminar) -> None:
+    """Every file opens, no check is violated, and the report works."""
+    run = open_run(str(laminar.run_dir))
+    assert run.unreadable == []
+    assert len(run.files) == 5
+    assert len(run.table("steps")) >= 2
+    for check in run_checks(run):
+        assert check.result is not Result.VIOLATED, check
+    done = laminar("report", laminar.run_dir)
+    assert done.returncode == 0, done.stderr
+    assert (laminar.run_dir / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_everything_in_order(laminar: Laminar, number: signal.Signals) -> None:
+    before = shared_memory()
+    command = training(laminar)
+    pids = descendants(command.pid)
+    assert len(pids) >= 11  # mpiexec, 5 ranks and the workers of 3
+    os.kill(command.pid, number)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    output, errors = command.communicate(timeout=GONE_S)
+    assert command.returncode == 130, output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "stopped"
+    assert shared_memory() <= before
+    readable_record(laminar)
+    returned = open_run(str(laminar.run_dir))
+    handed_out = set(returned.table("hand_outs")["group"])
+    assert handed_out == set(returned.table("groups")["group"])
+
+
+def test_a_killed_launcher_takes_everything_with_it(laminar: Laminar) -> None:
+    before = shared_memory()
+    command = training(laminar)
+    pids = descendants(command.pid)
+    os.kill(mpiexec_of(command), signal.SIGKILL)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    output, errors = command.communicate(timeout=GONE_S)
+    assert command.returncode == 1, output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "failed"
+    assert shared_memory() <= before
+    readable_record(laminar)
+
+
+def test_a_killed_manager_ends_the_job(laminar: Laminar) -> None:
+    command = training(laminar)
+    pids = descendants(command.pid)
+    status = status_of(laminar)
+    assert status is not None
+    os.kill(status.pid, signal.SIGKILL)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    output, errors = command.communicate(timeout=GONE_S)
+    assert command.returncode == 1, output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "failed"
+    readable_record(laminar)
+
+
+def worker_pid(laminar: Laminar, worker: str) -> int:
+    """A worker process, found by the log that it writes to."""
+    (log, *_) = sorted(laminar.run_dir.glob(f"logs/*.{worker}.log"))
+    for pid in processes_of(laminar.run_dir):
+        links = []
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            links.append(os.readlink(link))
+        if str(log) in links:
+            return pid
+    raise AssertionError(f"no process writes to {log}")
+
+
+def test_a_killed_engine_comes_back(laminar: Laminar) -> None:
+    command = training(laminar)
+    os.kill(worker_pid(laminar, "engine"), signal.SIGKILL)
+
+    def went_on() -> bool:
+        assert command.poll() is None, command.communicate()
+        run = open_run(str(laminar.run_dir))
+        lost = run.table("failures")
+        pulls = run.table("pulls")
+        return len(lost) > 0 and bool(
+            (pulls[pulls["rank"] == lost[0]["rank"]]["time_s"] > lost[0]["time_s"] + 0.5).any()
+        )
+
+    wait_until(went_on, 60.0, "a pull of the rollout whose engine was killed")
+    os.kill(command.pid, signal.SIGINT)
+    command.communicate(timeout=2 * GONE_S)
+    readable_record(laminar)
+
+
+def test_a_killed_trainer_worker_ends_the_job(laminar: Laminar) -> None:
+    command = training(laminar)
+    pids = descendants(command.pid)
+    os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    output, errors = command.communicate(timeout=GONE_S)
+    assert command.returncode == 1, output + errors
+    assert "trainer" in output + errors
+    readable_record(laminar)
+
+
+def test_a_stall_names_who_waits_for_whom(laminar: Laminar) -> None:
+    command = training(laminar, job={"rollouts": 2, "stall_timeout_s": 4, "heartbeat_s": 0.5})
+    stopped = worker_pid(laminar, "worker")
+    os.kill(stopped, signal.SIGSTOP)
+    output, errors = command.communicate(timeout=60)
+    assert command.returncode == 1, output + errors
+    assert "who waits for whom" in errors.lower()
+    assert "(rollout 0 on" in errors
+    assert "waits for prompts from the manager" in errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "stalled"
+    assert processes_of(laminar.run_dir) == []
+    readable_record(laminar)

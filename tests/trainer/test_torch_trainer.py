@@ -1,0 +1,242 @@
+"""The torch trainer: gradients against the formulas written out, however a mini-batch is cut, and the weight image."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from trainer_cases import config_for, mini_batch, reference_gradients, save_model  # noqa: E402
+
+from laminar_hpc.config.schema import Config  # noqa: E402
+from laminar_hpc.errors import ConfigError  # noqa: E402
+from laminar_hpc.trainer.api import Sequence  # noqa: E402
+from laminar_hpc.trainer.batch import micro_batches  # noqa: E402
+from laminar_hpc.trainer.build import build_trainer  # noqa: E402
+from laminar_hpc.trainer.hf import check_model_directory, load_model  # noqa: E402
+from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+MICRO_BATCHES = {1: 1000, 2: 64, 5: 16}
+"""Number of micro-batches of `mini_batch()`: the padded tokens that lead to it."""
+
+
+def gradients_of(config: Config, sequences: list[Sequence]) -> dict[str, Any]:
+    """Gradients of one mini-batch on one rank."""
+    trainer = TorchTrainer(config, 0, 1)
+    trainer.train(sequences)
+    return {name: gradient.clone() for name, gradient in trainer.gradients().items()}
+
+
+def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Over all numbers of all tensors."""
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("count", MICRO_BATCHES)
+def test_gradients_are_those_of_the_formula(model_path: str, aggregation: str, count: int) -> None:
+    sequences = mini_batch()
+    assert len(micro_batches(sequences, MICRO_BATCHES[count])) == count
+    config = config_for(model_path, aggregation=aggregation, micro_batch_tokens=MICRO_BATCHES[count])
+    trainer = TorchTrainer(config, 0, 1)
+    metrics = trainer.train(sequences)
+    model = load_model(model_path, "float32")
+    loss, expected = reference_gradients(model, sequences, aggregation, 0.2, 0.28)
+    found = {name: gradient.double() for name, gradient in trainer.gradients().items()}
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["clip_fraction_low"] > 0
+    assert metrics["clip_fraction_high"] > 0
+    assert largest_difference(found, expected) < 1e-6 * max(1.0, metrics["grad_norm"])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_gradients_do_not_depend_on_micro_batches(model_path: str, aggregation: str) -> None:
+    found = [
+        gradients_of(config_for(model_path, aggregation=aggregation, micro_batch_tokens=limit), mini_batch())
+        for limit in MICRO_BATCHES.values()
+    ]
+    assert largest_difference(found[0], found[1]) < 1e-6
+    assert largest_difference(found[0], found[2]) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("parts", [("0,2,4,6", "1,3,5"), ("0,1,2,3,4,5,6", "-")])
+def test_gradients_on_two_ranks(model_path: str, tmp_path: Path, aggregation: str, parts: tuple[str, str]) -> None:
+    program = str(Path(__file__).with_name("data_parallel_rank.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, model_path, str(tmp_path / "meet"), str(tmp_path / f"{rank}"), str(rank), part]
+            + [aggregation],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, part in enumerate(parts)
+    ]
+    try:
+        answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    first, second = load_file(tmp_path / "0"), load_file(tmp_path / "1")
+    assert largest_difference(first, second) == 0.0
+    trainer = TorchTrainer(config_for(model_path, aggregation=aggregation), 0, 1)
+    metrics = trainer.train(mini_batch())
+    summed = {name.removeprefix("gradient."): t for name, t in first.items() if name.startswith("gradient.")}
+    assert largest_difference(summed, trainer.gradients()) < 1e-6
+    assert json.loads(answers[0]) == json.loads(answers[1])
+    assert json.loads(answers[0]) == pytest.approx(metrics, rel=1e-5)
+
+
+def test_padding_does_not_matter(model_path: str) -> None:
+    sequences = mini_batch()
+    short = sequences[:3]
+    longest = sequences[4]
+    filler = Sequence(longest.tokens, longest.behaviour_logprobs, longest.loss_mask, advantage=0.0)
+    silent = Sequence(longest.tokens, longest.behaviour_logprobs, np.zeros_like(longest.loss_mask), advantage=1.0)
+    alone = gradients_of(config_for(model_path), short)
+    padded = gradients_of(config_for(model_path), [*short, silent])  # has no trained token, and pads the others to 16
+    assert largest_difference(alone, padded) < 1e-6
+    counted = gradients_of(config_for(model_path), [*short, filler])  # its tokens count in the mean, their terms are 0
+    tokens = sum(int(sequence.loss_mask.sum()) for sequence in short)
+    share = tokens / (tokens + int(filler.loss_mask.sum()))
+    assert largest_difference({name: share * g for name, g in alone.items()}, counted) < 1e-6
+
+
+def test_metrics_are_means_over_all_tokens(model_path: str) -> None:
+    sequences = mini_batch()
+    metrics = TorchTrainer(config_for(model_path, micro_batch_tokens=16), 0, 1).train(sequences)
+    model = load_model(model_path, "float32").double()
+    entropies, differences = [], []
+    for sequence in sequences:
+        distribution = torch.log_softmax(model(input_ids=torch.tensor(sequence.tokens)[None]).logits[0], dim=-1).detach()
+        for place in np.flatnonzero(sequence.loss_mask):
+            row = distribution[place - 1]
+            entropies.append(float(torch.distributions.Categorical(logits=row).entropy()))
+            differences.append(float(row[int(sequence.tokens[place])]) - float(sequence.behaviour_logprobs[place]))
+    d = np.array(differences)
+    assert metrics["entropy"] == pytest.approx(np.mean(entropies), abs=1e-5)
+    assert metrics["kl_behaviour"] == pytest.approx(np.mean(np.exp(d) - 1 - d), rel=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(np.exp(d).max(), rel=1e-4)
+
+
+def test_log_probabilities_are_those_at_the_sampling_temperature(model_path: str) -> None:
+    config = config_for(model_path)
+    warmer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 2.0})})
+    entropy = {c.rollout.temperature: TorchTrainer(c, 0, 1).train(mini_batch())["entropy"] for c in (config, warmer)}
+    model = load_model(model_path, "float32")
+    rows = [
+        model(input_ids=torch.tensor(s.tokens)[None]).logits[0][np.flatnonzero(s.loss_mask) - 1].detach() / 2.0
+        for s in mini_batch()
+    ]
+    expected = torch.distributions.Categorical(logits=torch.cat(rows)).entropy().mean()
+    assert entropy[2.0] == pytest.approx(float(expected), abs=1e-5)
+    assert entropy[2.0] > entropy[1.0]
+
+
+def test_warmup_and_clipping(model_path: str) -> None:
+    config = config_for(model_path, warmup_steps=4, clip_grad_norm=0.01)
+    trainer = TorchTrainer(config, 0, 1)
+    metrics = [trainer.train(mini_batch()) for _ in range(5)]
+    assert [m["learning_rate"] for m in metrics] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+    assert metrics[0]["grad_norm"] > 0.01  # as it was before clipping
+    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in trainer.gradients().values()))
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_first_step_is_adams(model_path: str) -> None:
+    # the first step of Adam with bias correction: -rate * g / (|g| + 1e-8), without weight decay
+    before = {name: p.detach().clone() for name, p in load_model(model_path, "float32").named_parameters()}
+    trainer = TorchTrainer(config_for(model_path), 0, 1)
+    trainer.train(mini_batch())
+    for name, parameter in trainer.model.named_parameters():
+        gradient = trainer.gradients()[name]
+        expected = before[name] - 1e-3 * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(model_path: str) -> None:
+    trainer = TorchTrainer(config_for(model_path), 0, 1)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    good = mini_batch()
+    bad = Sequence(good[1].tokens, good[1].behaviour_logprobs - np.float32(1e4), good[1].loss_mask, advantage=-1.0)
+    metrics = trainer.train([*good, bad])
+    assert metrics["skipped"] == 1.0
+    assert not np.isfinite(metrics["grad_norm"])
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.train(good)["skipped"] == 0.0
+    assert not all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_nothing_to_train_on_makes_no_change(model_path: str) -> None:
+    trainer = TorchTrainer(config_for(model_path), 0, 1)
+    metrics = trainer.train([])
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["entropy"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [1024, 5000, 1 << 20])
+def test_image_is_the_state_dict(tmp_path: Path, dtype: str, tied: bool, chunk_bytes: int) -> None:
+    config = config_for(save_model(tmp_path, tied=tied), chunk_bytes=chunk_bytes)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    trainer = build_trainer(config, 0, 1)
+    trainer.train(mini_batch())
+    manifest = trainer.manifest
+    parts = []
+    for first in range(0, manifest.chunks, 3):  # shares of three chunks, whatever tensors they cut
+        count = min(3, manifest.chunks - first)
+        low, high = manifest.chunk_range(first)[0], manifest.chunk_range(first + count - 1)[1]
+        part = np.full(high - low, 255, dtype=np.uint8)
+        trainer.write_weights(first, count, part)
+        parts.append(part)
+    image = np.concatenate(parts)
+    state = trainer.model.state_dict()  # type: ignore[attr-defined]
+    names = {t.name for t in check_model_directory(str(tmp_path)).tensors}
+    assert {entry.name for entry in manifest.tensors} == names
+    assert ("lm_head.weight" in names) is not tied
+    covered = np.zeros(len(image), dtype=np.bool_)
+    for entry in manifest.tensors:
+        place = slice(entry.offset, entry.offset + entry.nbytes)
+        data = torch.frombuffer(bytearray(image[place].tobytes()), dtype=getattr(torch, dtype)).view(entry.shape)
+        assert torch.equal(data, state[entry.name])
+        covered[place] = True
+    assert not image[~covered].any()
+
+
+def test_bfloat16_keeps_small_updates(model_path: str) -> None:
+    # an update of 1e-5 is under half a unit in the last place of most bfloat16 weights here; master weights add them up
+    config = config_for(model_path, learning_rate=1e-5)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    trainer = TorchTrainer(config, 0, 1)
+    before = trainer.model.base_model.norm.weight.detach().clone()  # all ones: half a unit is 2e-3 below 1
+    assert (before == 1).all()
+    for _ in range(3):
+        trainer.train(mini_batch())
+    assert torch.equal(trainer.model.base_model.norm.weight, before)
+    masters = [m for m in trainer._flat.masters if m.shape == before.shape and m.dtype == torch.float32]
+    assert max(float((m - m.round()).abs().max()) for m in masters[-1:]) == pytest.approx(3e-5, rel=0.1)
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = save_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks the tensor model\.norm\.weight"):
+        load_model(path, "float32")
