@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     models = model.add_subparsers(metavar="MODEL", required=True)
     tiny = models.add_parser("tiny", help="a character-level model of a few 100,000 parameters, warm-started on a task")
     tiny.add_argument("directory", help="a new directory")
+    tiny.add_argument("--config", help="the config whose task it begins to learn (default: the quickstart's)")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_model_tiny)
     return parser
@@ -113,7 +114,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _model_tiny(options: argparse.Namespace) -> int:
-    from laminar_hpc.trainer.tiny import make_tiny_model
+    from laminar_hpc.launch.tiny import make
 
-    make_tiny_model(options.directory, options.seed)
+    print(make(options.directory, options.config, options.seed))
     return 0

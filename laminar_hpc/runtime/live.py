@@ -28,6 +28,7 @@ class Live:
         self._streamed: dict[int, int] = {}
         self._next_refresh = 0.0
         self._last_step_s = 0.0
+        self._evaluated = 0
         self._status = Status.blank()
         self._status.reason = "starting engines and trainers"
         self._status.attempt = rank.attempt
@@ -68,7 +69,9 @@ class Live:
         if isinstance(report, ReportEvaluation):
             if status.first_accuracy is None:
                 status.first_accuracy = report.accuracy
-            status.last_accuracy = report.accuracy
+            if report.version >= self._evaluated:  # an old version on a slow rollout may report late
+                self._evaluated = report.version
+                status.last_accuracy = report.accuracy
             print(
                 f"held-out prompts, version {report.version} (step {report.step}): accuracy {report.accuracy:.3f}, "
                 f"reward {report.reward_mean:.3f}, {report.graded} of {report.prompts} graded",

@@ -320,7 +320,8 @@ class RolloutLoop:
             self._engine.kill()
         if self._incarnation >= rank.config.job.worker_restarts:
             raise EngineError(f"the engine was lost {self._incarnation + 1} times; the last time: {reason}")
-        rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
+        if self._engine_up:  # else the manager does not know of this incarnation
+            rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
         self._incarnation += 1
         self._engine_up = False
         self._active.clear()

@@ -94,8 +94,10 @@ def load_model(path: str, dtype: str) -> Any:
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     check_model_directory(path)
+    logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -13,6 +13,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.warm_start import Example, WarmStart, WarmStartResult, warm_start
@@ -38,6 +39,7 @@ def make_tiny_model(
     `path` cannot be written or is not empty.
     """
     _claim_directory(path)
+    torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     tokenizer = character_tokenizer()
     model = new_model(tokenizer.get_vocab_size(), seed)
     result = warm_start(
@@ -48,6 +50,7 @@ def make_tiny_model(
         seed,
     )
     model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save(os.path.join(path, "tokenizer.json"))
     with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:

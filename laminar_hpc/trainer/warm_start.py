@@ -33,7 +33,7 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
 
     target: float = 0.08
     """Training ends where a held-out prompt's right answer has this probability, on average."""
-    wrong_share: float = 0.7
+    wrong_share: float = 0.65
     """Share of demonstrations whose answer is back to front."""
     max_steps: int = 400
     batch: int = 64

@@ -55,7 +55,7 @@ def descendants(pid: int) -> set[int]:
 def mpiexec_of(command: subprocess.Popen[str]) -> int:
     """The mpiexec that the command has started."""
     (child,) = (int(pid) for pid in Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split())
-    assert b"mpiexec" in Path(f"/proc/{child}/cmdline").read_bytes()
+    assert b"laminar_hpc.jobs.train" in Path(f"/proc/{child}/cmdline").read_bytes()
     return child
 
 

@@ -43,13 +43,19 @@ def test_blocks_are_joined_by_offset_and_masked_by_source() -> None:
 @pytest.mark.parametrize(
     ("blocks", "text"),
     [
-        ([block(0, [1], Source.PROMPT), block(2, [3])], "offset 2 leaves a gap after the tokens before it, which end at 1"),
+        (
+            [block(0, [1], Source.PROMPT), block(2, [3])],
+            "offset 2 leaves a gap after the tokens before it, which end at 1",
+        ),
         ([block(0, [1, 2], Source.PROMPT), block(1, [3])], "offset 1 overlaps the tokens before it, which end at 2"),
         ([block(1, [3])], "offset 1 leaves a gap"),
         ([block(0, [3])], "no token before it"),
         ([], "no blocks"),
         ([block(0, [1], Source.PROMPT, trajectory=7)], "belongs to trajectory 7"),
-        ([block(0, [1], Source.PROMPT), Block(42, 1, Source.MODEL, 1, b"\0" * 8, b"\0" * 4)], "2 tokens, but 1 log-prob"),
+        (
+            [block(0, [1], Source.PROMPT), Block(42, 1, Source.MODEL, 1, b"\0" * 8, b"\0" * 4)],
+            "2 tokens, but 1 log-prob",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_name_the_trajectory(blocks: list[Block], text: str) -> None:

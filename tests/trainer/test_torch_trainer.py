@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
-from trainer_cases import config_for, mini_batch, reference_gradients, save_model  # noqa: E402
+from trainer_cases import CASES, config_for, mini_batch, reference_gradients, save_model  # noqa: E402
 
 from laminar_hpc.config.schema import Config  # noqa: E402
 from laminar_hpc.errors import ConfigError  # noqa: E402
@@ -27,7 +27,7 @@ from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
-MICRO_BATCHES = {1: 1000, 2: 64, 5: 16}
+MICRO_BATCHES = {1: 1000, 2: 64, 5: 23}
 """Number of micro-batches of `mini_batch()`: the padded tokens that lead to it."""
 
 
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_formula(model_path: str, aggregation: str, c
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
     assert metrics["clip_fraction_low"] > 0
     assert metrics["clip_fraction_high"] > 0
-    assert largest_difference(found, expected) < 1e-6 * max(1.0, metrics["grad_norm"])
+    assert largest_difference(found, expected) < 1e-6
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -71,34 +71,41 @@ def test_gradients_do_not_depend_on_micro_batches(model_path: str, aggregation: 
     assert largest_difference(found[0], found[2]) < 1e-6
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-@pytest.mark.parametrize("parts", [("0,2,4,6", "1,3,5"), ("0,1,2,3,4,5,6", "-")])
-def test_gradients_on_two_ranks(model_path: str, tmp_path: Path, aggregation: str, parts: tuple[str, str]) -> None:
-    program = str(Path(__file__).with_name("data_parallel_rank.py"))
+@pytest.fixture(scope="module")
+def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[dict[str, Any], Any]]]:
+    """For each of `CASES` what each of two ranks had at the end: its tensors and its metrics."""
+    program, directory = str(Path(__file__).with_name("data_parallel_rank.py")), tmp_path_factory.mktemp("ranks")
     ranks = [
         subprocess.Popen(
-            [sys.executable, program, model_path, str(tmp_path / "meet"), str(tmp_path / f"{rank}"), str(rank), part]
-            + [aggregation],
+            [sys.executable, program, model_path, str(directory / "meet"), str(directory), str(rank)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, part in enumerate(parts)
+        for rank in range(2)
     ]
     try:
-        answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+        lines = [rank.communicate(timeout=180)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    first, second = load_file(tmp_path / "0"), load_file(tmp_path / "1")
+    return {
+        name: [(load_file(directory / f"{name}-{rank}"), json.loads(lines[rank][place])) for rank in range(2)]
+        for place, name in enumerate(CASES)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_do_what_one_does(model_path: str, two_ranks: dict[str, Any], name: str) -> None:
+    (first, first_metrics), (second, second_metrics) = two_ranks[name]
     assert largest_difference(first, second) == 0.0
-    trainer = TorchTrainer(config_for(model_path, aggregation=aggregation), 0, 1)
+    assert first_metrics == second_metrics
+    trainer = TorchTrainer(config_for(model_path, aggregation=CASES[name][0]), 0, 1)
     metrics = trainer.train(mini_batch())
-    summed = {name.removeprefix("gradient."): t for name, t in first.items() if name.startswith("gradient.")}
+    summed = {key.removeprefix("gradient."): value for key, value in first.items() if key.startswith("gradient.")}
     assert largest_difference(summed, trainer.gradients()) < 1e-6
-    assert json.loads(answers[0]) == json.loads(answers[1])
-    assert json.loads(answers[0]) == pytest.approx(metrics, rel=1e-5)
+    assert first_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
 def test_padding_does_not_matter(model_path: str) -> None:
@@ -122,7 +129,9 @@ def test_metrics_are_means_over_all_tokens(model_path: str) -> None:
     model = load_model(model_path, "float32").double()
     entropies, differences = [], []
     for sequence in sequences:
-        distribution = torch.log_softmax(model(input_ids=torch.tensor(sequence.tokens)[None]).logits[0], dim=-1).detach()
+        distribution = torch.log_softmax(
+            model(input_ids=torch.tensor(sequence.tokens)[None]).logits[0], dim=-1
+        ).detach()
         for place in np.flatnonzero(sequence.loss_mask):
             row = distribution[place - 1]
             entropies.append(float(torch.distributions.Categorical(logits=row).entropy()))
@@ -228,7 +237,8 @@ def test_bfloat16_keeps_small_updates(model_path: str) -> None:
         trainer.train(mini_batch())
     assert torch.equal(trainer.model.base_model.norm.weight, before)
     masters = [m for m in trainer._flat.masters if m.shape == before.shape and m.dtype == torch.float32]
-    assert max(float((m - m.round()).abs().max()) for m in masters[-1:]) == pytest.approx(3e-5, rel=0.1)
+    last = masters[-1].detach()
+    assert float((last - 1).abs().max()) == pytest.approx(3e-5, rel=0.1)
 
 
 def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
