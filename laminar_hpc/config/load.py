@@ -89,7 +89,6 @@ def _section(location: list[str]) -> type[BaseModel] | None:
     return section
 
 
-
 def resolve_paths(config: Config) -> Config:
     """The config with every path in it absolute: what all ranks may open, whatever their working directory."""
     model = config.model.model_copy(update={"path": _absolute(config.model.path)})
