@@ -61,6 +61,9 @@ __all__ = ["Controller", "Settings"]
 Handler = Callable[[Any, Any, float], list[Command]]
 Ready = TrainerReady | RelayReady | RolloutReady
 
+FRUITLESS_GROUPS = 100
+"""So many discarded groups in a row, and four steps' worth, mean that the task's grading is broken."""
+
 READY_ROLES: dict[type[Event], Role] = {
     TrainerReady: Role.TRAINER,
     RelayReady: Role.RELAY,
@@ -106,6 +109,7 @@ class Controller:
         if self.outcome is None:
             commands += self._proceed(now)
             commands += self._finish_job(now)
+            commands += self._give_up(now)
         return commands
 
     def _from_rank(self, event: RankEvent, now: float) -> list[Command]:
@@ -137,6 +141,13 @@ class Controller:
         if self._training.steps_done < steps or not state.versions.settled or state.rounds.open_rounds:
             return []
         return self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
+
+    def _give_up(self, now: float) -> list[Command]:
+        """A task whose grading always fails would be tried for ever."""
+        fruitless = self._experience.fruitless_groups
+        if self.outcome is not None or fruitless < max(FRUITLESS_GROUPS, 4 * self.settings.prompts):
+            return []
+        return self._end("failed", f"{fruitless} groups in a row had no two responses that could be graded", now)
 
     def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
         self.outcome = outcome

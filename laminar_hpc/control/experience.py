@@ -33,6 +33,8 @@ class Experience:
     def __init__(self, state: JobState, training: Training) -> None:
         self._state = state
         self._training = training
+        self.fruitless_groups = 0
+        """Groups in a row that were discarded because too few of their responses could be graded."""
 
     # --- finished trajectories --------------------------------------------------------------------------------------
 
@@ -60,7 +62,9 @@ class Experience:
             settlement = Settlement(self._state, now)
             settlement.group(group, State.DISCARDED, reason)
             self._state.work_has_appeared = True
+            self.fruitless_groups += 1
             return [*settlement.commands(reason)]
+        self.fruitless_groups = 0
         assert group.version is not None, f"group {group.id} has finished under no version"
         self._state.buffer.add(Candidate(group.id, group.version, now))
         return self.evict(now)
@@ -148,6 +152,10 @@ class Experience:
 
 
 def _failure(trajectory: Trajectory) -> str:
-    if trajectory.verdict is Verdict.DEADLINE:
-        return "grading exceeded its deadline"
-    return "grading raised an error"
+    match trajectory.verdict:
+        case Verdict.DEADLINE:
+            return "grading exceeded its deadline"
+        case Verdict.NO_PROMPT:
+            return "the prompt could not be made, or is too long"
+        case _:
+            return "grading raised an error"

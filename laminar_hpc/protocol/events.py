@@ -98,14 +98,15 @@ class Streamed(RankEvent, frozen=True):
 class Finished(RankEvent, frozen=True):
     """A trajectory has ended and was graded; its payload is complete in the store.
 
-    `version` is that of the weights which generated it; `reward` counts only where `verdict` is GRADED.
+    `version` is that of the weights which generated it; `reward` counts only where `verdict` is GRADED. `stop` is None
+    where nothing was generated (NO_PROMPT).
     """
 
     trajectory: int
     version: int
     prompt_tokens: int
     response_tokens: int
-    stop: Stop
+    stop: Stop | None
     verdict: Verdict
     reward: float
 

@@ -226,10 +226,11 @@ class EncodePrompt(Message, frozen=True):
 
 
 class PromptEncoded(Message, frozen=True):
-    """The prompt's tokens (int32 bytes)."""
+    """The prompt's tokens (int32 bytes). `error` is "" or the one-line reason why there are none."""
 
     trajectory: int
     tokens: bytes
+    error: str = ""
 
 
 class Grade(Message, frozen=True):

@@ -51,11 +51,15 @@ class Stop(str, Enum):
 
 
 class Verdict(str, Enum):
-    """What became of grading. Only GRADED carries a reward; the other two drop the trajectory, never score it 0."""
+    """What became of grading. Only GRADED carries a reward; the others drop the trajectory, never score it 0.
+
+    NO_PROMPT: the task could not make the prompt, or made one longer than the config allows; nothing was generated.
+    """
 
     GRADED = "graded"
     RAISED = "raised"
     DEADLINE = "deadline"
+    NO_PROMPT = "no_prompt"
 
 
 class TrajectorySpec(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ PURPOSES = ("train", "evaluation")
 SOURCES = ("prompt", "model", "tool")
 STATES = ("waiting", "generating", "at_tool", "finished", "consumed", "discarded", "returned")
 STOPS = (NONE, "end_token", "length")
-VERDICTS = (NONE, "graded", "raised", "deadline")
+VERDICTS = (NONE, "graded", "raised", "deadline", "no_prompt")
 
 METRICS = {
     "loss": ("1", "loss of the step"),

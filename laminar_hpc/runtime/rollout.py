@@ -293,7 +293,6 @@ class RolloutLoop:
             self._add(active)
             return
         assert outcome.verdict is not None
-        assert active.stop is not None
         del self._active[outcome.trajectory]
         self._rank.tell_manager(
             Finished(

@@ -6,6 +6,7 @@ never waits for a worker that hangs. The clock of a request starts when the one 
 
     worker                       what happens
     raises while grading         it says so itself: RAISED
+    cannot make a prompt         it says so itself: NO_PROMPT
     grades past the deadline     killed; this trajectory is DEADLINE
     dies while grading           this trajectory is RAISED
     dies otherwise               counted; too often in a row: EngineError
@@ -161,8 +162,10 @@ class Grader:
                 return []
             case WorkerError():
                 self._give_up(message.text)
-            case PromptEncoded():
+            case PromptEncoded(error=""):
                 outcome = Outcome(message.trajectory, tokens=message.tokens)
+            case PromptEncoded():
+                outcome = Outcome(message.trajectory, verdict=Verdict.NO_PROMPT, reason=message.error)
             case Graded(error=""):
                 outcome = Outcome(message.trajectory, verdict=Verdict.GRADED, reward=message.reward)
             case Graded():

@@ -54,15 +54,22 @@ def serve(channel: Channel, config: Config, task: Task) -> None:
     while True:
         message = channel.receive(None)
         if isinstance(message, EncodePrompt):
-            purpose = Purpose(message.purpose)
-            tokens = encode_prompt(tokenizer, task, purpose, message.prompt, config.rollout.max_prompt_tokens)
-            channel.send(PromptEncoded(message.trajectory, np.asarray(tokens, "<i4").tobytes()))
+            channel.send(_encoded(tokenizer, task, message, config.rollout.max_prompt_tokens))
         elif isinstance(message, Grade):
             channel.send(_graded(tokenizer, task, message))
         elif isinstance(message, Shutdown):
             return
         else:
             raise ProtocolError(f"task worker: cannot answer {type(message).__name__}")
+
+
+def _encoded(tokenizer: Tokenizer, task: Task, message: EncodePrompt, max_tokens: int) -> PromptEncoded:
+    try:
+        tokens = encode_prompt(tokenizer, task, Purpose(message.purpose), message.prompt, max_tokens)
+    except (Exception, SystemExit) as error:  # a data set is foreign code and may raise anything
+        traceback.print_exc()
+        return PromptEncoded(message.trajectory, b"", _one_line(error))
+    return PromptEncoded(message.trajectory, np.asarray(tokens, "<i4").tobytes())
 
 
 def _graded(tokenizer: Tokenizer, task: Task, message: Grade) -> Graded:

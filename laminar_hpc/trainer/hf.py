@@ -97,7 +97,7 @@ def load_model(path: str, dtype: str) -> Any:
     from transformers.utils import logging
 
     check_model_directory(path)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -50,7 +50,7 @@ def make_tiny_model(
         seed,
     )
     model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID)  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     tokenizer.save(os.path.join(path, "tokenizer.json"))
     with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as file:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from scripted_job import DIGESTS, RELAY, TRAINER, A, B, ScriptedJob, kinds, only
 
-from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.control.controller import FRUITLESS_GROUPS, Controller, Settings
 from laminar_hpc.errors import ConfigError, ProtocolError
-from laminar_hpc.protocol.commands import Broadcast, EndJob, Generate, Publish, Pull, Release, Settle, Share
+from laminar_hpc.protocol.commands import Broadcast, Command, EndJob, Generate, Publish, Pull, Release, Settle, Share
 from laminar_hpc.protocol.events import (
     Finished,
     Loaded,
@@ -205,3 +205,31 @@ def test_waits_name_who_waits_for_whom():
     assert job.controller.waits()[0] == "step 1 waits for trainer ranks 1 to train mini-batch 0"
     job.lose(B)
     assert job.controller.waits()[-1] == "rollout 4 is lost and waited for"
+
+
+def fail_groups(job: ScriptedJob, waiting: list[Generate], groups: int) -> list[Command]:
+    """Grading fails for all members of so many groups, one after the other; what followed from the last failure."""
+    commands: list[Command] = []
+    for _ in range(groups):
+        given = waiting.pop(0)
+        for spec in given.trajectories:
+            commands = job.finish(given.rank, spec.id, 0, Verdict.RAISED)
+            waiting += only(commands, Generate)
+    return commands
+
+
+def test_a_task_whose_grading_always_fails_ends_the_job():
+    job = ScriptedJob(prompts=1, concurrency=2, steps=1, ahead=0.0)
+    waiting = [generate for given in job.start().values() for generate in given]
+    assert only(fail_groups(job, waiting, FRUITLESS_GROUPS - 1), EndJob) == []
+    (end,) = only(fail_groups(job, waiting, 1), EndJob)
+    assert (end.outcome, end.reason) == ("failed", "100 groups in a row had no two responses that could be graded")
+
+
+def test_one_group_that_can_be_graded_starts_the_count_again():
+    job = ScriptedJob(prompts=1, concurrency=2, steps=2, ahead=0.0)
+    waiting = [generate for given in job.start().values() for generate in given]
+    fail_groups(job, waiting, FRUITLESS_GROUPS - 1)
+    given = waiting.pop(0)
+    waiting += only(job.finish_all(given.rank, given), Generate)
+    assert only(fail_groups(job, waiting, FRUITLESS_GROUPS - 1), EndJob) == []

@@ -242,13 +242,16 @@ def test_a_task_that_cannot_be_built_ends_it_with_its_text(start: Start, tmp_pat
     assert grader.channels() == []
 
 
-def test_a_prompt_that_is_too_long_ends_it_and_is_named(start: Start) -> None:
+def test_a_prompt_that_is_too_long_is_no_prompt_and_the_rest_goes_on(start: Start) -> None:
     grader = start(rollout={"max_prompt_tokens": 7})
-    grader.encode(0, TRAIN, 3)
-    assert collect(grader, 1)[0].trajectory == 0
-    grader.encode(1, TRAIN, 33)
-    with pytest.raises(EngineError, match=r"train prompt 33 has 8 tokens; rollout\.max_prompt_tokens allows 1 to 7"):
-        collect(grader, 1)
+    for trajectory, prompt in ((0, 3), (1, 33), (2, 4)):
+        grader.encode(trajectory, TRAIN, prompt)
+    short, long, other = collect(grader, 3)
+    assert (short.trajectory, short.verdict) == (0, None)
+    assert (long.trajectory, long.verdict, long.tokens) == (1, Verdict.NO_PROMPT, None)
+    assert "train prompt 33 has 8 tokens; rollout.max_prompt_tokens allows 1 to 7" in long.reason
+    assert (other.trajectory, other.verdict) == (2, None)
+    assert grader.restarts == 0
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up(start: Start) -> None:
