@@ -1,0 +1,1 @@
+"""Entry programs and configs, installed as laminar_hpc.jobs."""

@@ -34,7 +34,7 @@ class Job(Section):
     """CPU threads of each engine and trainer worker."""
     start_timeout_s: Seconds = 300.0
     """How long engines and trainers may take to come up."""
-    stall_timeout_s: Seconds = 300.0
+    stall_timeout_s: Seconds = 600.0
     """When nothing has moved for this long, the job prints who waits for whom and ends."""
     heartbeat_s: Seconds = 2.0
     """How often each rank says that it is alive, and what it waits for."""

@@ -1,0 +1,1 @@
+"""From a config to a running job, on this machine."""

@@ -35,7 +35,12 @@ def run(config: Config) -> int:
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
         job = Launch(line, environment(os.environ))
-        _follow(job, config.run_dir, interrupts, console)
+        try:
+            _follow(job, config.run_dir, interrupts, console)
+        finally:
+            job.end(
+                signal.SIGKILL
+            )  # it has ended, or this program cannot go on; without mpiexec the ranks end themselves
     status = _last_status(config, job.poll(), interrupts.received)
     _print_summary(status, config.run_dir, console)
     if status.state == "finished":
@@ -52,7 +57,8 @@ class _Interrupts:
 
     def __enter__(self) -> _Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

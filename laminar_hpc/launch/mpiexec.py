@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -74,11 +75,19 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 class Launch:
-    """A running `mpiexec`, in a process group of its own so that a Ctrl-C reaches this program only."""
+    """A running `mpiexec`, in a process group of its own so that a Ctrl-C reaches this program only.
+
+    It gets a SIGTERM from the kernel when this program is killed, so that no job goes on that nobody follows.
+    """
 
     def __init__(self, line: list[str], env: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            line,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
 
     @property
@@ -99,6 +108,13 @@ class Launch:
             return None
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal to mpiexec and to all in its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        """Send a signal to mpiexec and to all in its group; nothing where it has ended."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def _end_with_parent() -> None:
+    """Linux: a signal for this process when its parent dies."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

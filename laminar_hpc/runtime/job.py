@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import ConfigError
+from laminar_hpc.errors import ConfigError, LaminarError
 from laminar_hpc.process.worker import start_forkserver
+from laminar_hpc.record.status import read_status
 from laminar_hpc.runtime.paths import create_run_dir, read_config
+
+if TYPE_CHECKING:
+    from laminar_hpc.runtime.rank import Rank, RankLoop
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -43,6 +48,9 @@ def main(arguments: list[str]) -> int:
         if first:
             print(f"laminar: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
+    except LaminarError as error:
+        print(f"laminar: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
 
 
 def _rank_by_launcher() -> int:
@@ -53,7 +61,7 @@ def _run_rank(config: Config, attempt: int = 0) -> int:
     start_forkserver(config.job.threads)  # before MPI: see process/worker.py
     from laminar_hpc.mpi.world import open_world
     from laminar_hpc.policy.roles import Role, assign
-    from laminar_hpc.runtime.rank import FAREWELL_S, Rank, build_loop, run_loop, say_goodbye
+    from laminar_hpc.runtime.rank import FAREWELL_S, Rank, run_loop, say_goodbye
     from laminar_hpc.runtime.recording import open_record
 
     world = open_world()
@@ -64,11 +72,40 @@ def _run_rank(config: Config, attempt: int = 0) -> int:
         raise
     rank = Rank(config, world, placements, attempt)
     rank.record = open_record(rank)
-    clean = run_loop(rank, build_loop(rank))
+    clean = run_loop(rank, _build_loop(rank))
     rank.record.close()
     if clean and rank.me.role is not Role.MANAGER:
         say_goodbye(rank)
     if not world.finish(clean=clean, timeout_s=FAREWELL_S):
         sys.stdout.flush()
         os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
-    return 0
+    return EXIT_FAILED if rank.me.role is Role.MANAGER and not _ended_well(config.run_dir) else 0
+
+
+def _ended_well(run_dir: str) -> bool:
+    """By the status file, which is the only word on a job's outcome."""
+    status = read_status(run_dir)
+    return status is not None and status.state in ("finished", "stopped")
+
+
+def _build_loop(rank: Rank) -> RankLoop:
+    """The loop of this rank's role; only that one's modules are imported."""
+    from laminar_hpc.policy.roles import Role
+
+    match rank.me.role:
+        case Role.MANAGER:
+            from laminar_hpc.runtime.manager import ManagerLoop
+
+            return ManagerLoop(rank)
+        case Role.TRAINER:
+            from laminar_hpc.runtime.trainer import TrainerLoop
+
+            return TrainerLoop(rank)
+        case Role.RELAY:
+            from laminar_hpc.runtime.relay import RelayLoop
+
+            return RelayLoop(rank)
+        case Role.ROLLOUT:
+            from laminar_hpc.runtime.rollout import RolloutLoop
+
+            return RolloutLoop(rank)

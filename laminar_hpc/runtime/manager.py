@@ -154,7 +154,7 @@ class ManagerLoop:
         match command:
             case Generate():
                 for spec in command.trajectories:
-                    self._store.assign(spec.id, command.rank, command.incarnation)
+                    self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
             case Pull() | Abort():
                 send(command.rank, command)

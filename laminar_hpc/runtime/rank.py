@@ -222,24 +222,3 @@ def say_goodbye(rank: Rank) -> None:
     """Tell the manager that this rank is about to leave."""
     rank.tell_manager(Goodbye(rank.world.rank))
     rank.mail.flush(FAREWELL_S)
-
-
-def build_loop(rank: Rank) -> RankLoop:
-    """The loop of this rank's role; only that one's modules are imported."""
-    match rank.me.role:
-        case Role.MANAGER:
-            from laminar_hpc.runtime.manager import ManagerLoop
-
-            return ManagerLoop(rank)
-        case Role.TRAINER:
-            from laminar_hpc.runtime.trainer import TrainerLoop
-
-            return TrainerLoop(rank)
-        case Role.RELAY:
-            from laminar_hpc.runtime.relay import RelayLoop
-
-            return RelayLoop(rank)
-        case Role.ROLLOUT:
-            from laminar_hpc.runtime.rollout import RolloutLoop
-
-            return RolloutLoop(rank)

@@ -5,9 +5,11 @@ One shard, at the manager. The controller never looks in here: it knows how many
 
 from __future__ import annotations
 
+import msgspec
+
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.peer import Append, Fetch, Fetched
-from laminar_hpc.protocol.trajectory import Block
+from laminar_hpc.protocol.trajectory import Block, Source, TrajectorySpec
 
 
 class Store:
@@ -24,10 +26,21 @@ class Store:
     def __len__(self) -> int:
         return len(self._owner)
 
-    def assign(self, trajectory: int, rank: int, incarnation: int) -> None:
-        """From now on this rank appends to the trajectory."""
-        self._owner[trajectory] = (rank, incarnation)
-        self._blocks.setdefault(trajectory, [])
+    def assign(self, spec: TrajectorySpec, rank: int, incarnation: int) -> None:
+        """From now on this rank appends to the trajectory, behind the response tokens that it is told to go on from.
+
+        Later ones, which the owner before has streamed without word of it, are dropped: they will be generated again.
+        """
+        self._owner[spec.id] = (rank, incarnation)
+        kept: list[Block] = []
+        room = spec.resume_tokens
+        for block in self._blocks.get(spec.id, []) if room else []:
+            if block.source is not Source.PROMPT:
+                block = _head(block, room)
+                room -= block.count
+            if block.count:
+                kept.append(block)
+        self._blocks[spec.id] = kept
 
     def append(self, message: Append) -> None:
         """Take blocks in; ProtocolError where one leaves a gap."""
@@ -59,3 +72,10 @@ class Store:
         """Forget a trajectory; one that is not there is no error."""
         self._blocks.pop(trajectory, None)
         self._owner.pop(trajectory, None)
+
+
+def _head(block: Block, tokens: int) -> Block:
+    """The first tokens of a block."""
+    if block.count <= tokens:
+        return block
+    return msgspec.structs.replace(block, tokens=block.tokens[: 4 * tokens], logprobs=block.logprobs[: 4 * tokens])

@@ -1,0 +1,1 @@
+"""Weight images, and their way from the trainers along the relays to the rollouts."""

@@ -112,6 +112,17 @@ def test_a_killed_launcher_takes_everything_with_it(laminar: Laminar) -> None:
     readable_record(laminar)
 
 
+def test_a_killed_command_takes_everything_with_it(laminar: Laminar) -> None:
+    before = shared_memory()
+    command = training(laminar)
+    pids = descendants(command.pid)
+    os.kill(command.pid, signal.SIGKILL)
+    command.wait(timeout=GONE_S)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    assert shared_memory() <= before
+    readable_record(laminar)
+
+
 def test_a_killed_manager_ends_the_job(laminar: Laminar) -> None:
     command = training(laminar)
     pids = descendants(command.pid)
