@@ -12,10 +12,11 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 
 from laminar_hpc.process.channel import Channel, ChannelClosed
@@ -62,8 +63,7 @@ class Worker:
     def __init__(self, name: str, main: WorkerMain, log_path: str) -> None:
         """Start `main(channel)` in a new process whose output goes to the end of `log_path`."""
         self.name = name
-        ours, theirs = _context.Pipe()
-        self.channel = Channel(ours)
+        self.channel, theirs = Channel.pair()
         self._process = _context.Process(target=_run, args=(main, theirs, log_path), name=name, daemon=True)
         self._process.start()
         theirs.close()
@@ -85,14 +85,7 @@ class Worker:
 
     def receive_all(self) -> list[AnyRecord]:
         """All that the worker has said; ChannelClosed where it is gone and nothing is left to read."""
-        messages: list[AnyRecord] = []
-        try:
-            while (message := self.channel.receive()) is not None:
-                messages.append(message)
-        except ChannelClosed:
-            if not messages:
-                raise
-        return messages
+        return self.channel.receive_all()
 
     def kill(self) -> None:
         """End the worker and all that it has started, at once."""
@@ -111,14 +104,14 @@ class Worker:
         self.kill()
 
 
-def _run(main: WorkerMain, connection: Connection, log_path: str) -> None:
+def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
     os.setpgid(0, 0)  # so that all it starts can be ended with it
     _redirect_output(log_path)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_driver, name="end-with-driver", daemon=True).start()
-    channel = Channel(connection)
+    channel = Channel(stream, waits=True)
     try:
         main(channel)
     except ChannelClosed:
@@ -128,7 +121,7 @@ def _run(main: WorkerMain, connection: Connection, log_path: str) -> None:
         with contextlib.suppress(ChannelClosed):
             line = " ".join(str(error).split())
             channel.send(WorkerError(text=f"{type(error).__name__}: {line}"))
-            connection.close()
+            channel.close()
         _leave(1)
     _leave(0)
 

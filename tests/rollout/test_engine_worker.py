@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -54,10 +53,9 @@ class Driver:
     def __init__(self, saved: Saved, **changes: Any) -> None:
         self.saved = saved
         self.config = saved.config(**changes.pop("rollout", {})).model_copy(update=changes)
-        ours, theirs = multiprocessing.Pipe()
-        self.channel = Channel(ours)
+        self.channel, theirs = Channel.pair()
         self.result: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(Channel(theirs),), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(Channel(theirs, waits=True),), daemon=True)
 
     def _run(self, channel: Channel) -> None:
         try:
