@@ -5,6 +5,7 @@ A record that ends in mid-run (a kill, a run that goes on) may leave things open
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -185,23 +186,32 @@ def versions_never_go_back(run: Run) -> Check:
 
 
 def staleness_bound(run: Run) -> Check:
-    """At consumption no trajectory is staler than the mode allows."""
+    """At consumption no trajectory is staler than mode and eviction allow."""
     rows = trained_on(run)
     staleness = rows["staleness_consumption"]
     worst = int(staleness.max(initial=0))
     mode = run.setting("mode")
     if not mode:
-        return Check("the mode's staleness bound is kept", Result.NOT_RECORDED, f"largest {worst}, mode not on record")
-    bound = mode["staleness_bound"]
+        return Check("the staleness bound is kept", Result.NOT_RECORDED, f"largest {worst}, mode not on record")
+    bound = _allowed_staleness(run)
+    eviction = run.config.get("control", {}).get("eviction", "none")
+    pipeline = f"mode {mode['name']}" + (f", eviction {eviction}" if eviction != "none" else "")
     figure = f"largest {worst} of {len(rows):,} trajectories"
     if bound is None:
-        rule = f"staleness is measured (mode {mode['name']} sets no bound)"
+        rule = f"staleness is measured ({pipeline} sets no bound)"
         return _check(rule, len(rows), [], figure)
     wrong = [
         f"trajectory {row['trajectory']} was {row['staleness_consumption']} versions old in step {row['step']}"
         for row in rows[staleness > bound]
     ]
-    return _check(f"staleness at consumption is at most {bound} (mode {mode['name']})", len(rows), wrong, figure)
+    return _check(f"staleness at consumption is at most {bound} ({pipeline})", len(rows), wrong, figure)
+
+
+def _allowed_staleness(run: Run) -> int | None:
+    """The bound in versions, None for none. Older files do not have it of the run, only that of its mode."""
+    recorded = run.metadata.get("staleness_bound")
+    bound: int | None = run.setting("mode")["staleness_bound"] if recorded is None else json.loads(recorded)
+    return bound
 
 
 def _check(rule: str, checked: int, wrong: list[str], figure: str, still_open: list[str] | None = None) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import time
+from dataclasses import dataclass
 from io import BytesIO
 
 from rich.console import Console
@@ -28,16 +29,32 @@ PAGE = "report.html"
 DPI = 130
 
 
-def print_report(run: Run) -> None:
+@dataclass(frozen=True)
+class Report:
+    """What terminal and page show of a run, computed once."""
+
+    run: Run
+    checks: list[Check]
+    tables: list[Table]
+    summary: list[tuple[str, str]]
+
+
+def make_report(run: Run) -> Report:
+    """Run all checks and make all tables."""
+    return Report(run, run_checks(run), all_tables(run), summary(run))
+
+
+def print_report(report: Report) -> None:
     """Print how the run ended, the checks and all tables."""
+    run = report.run
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     console.print(f"{title(run)}: {ending(run)}", markup=False, highlight=False)
-    for name, value in summary(run):
+    for name, value in report.summary:
         console.print(f"  {name}: {value}", markup=False, highlight=False)
-    _print_checks(console, run_checks(run))
-    for table in all_tables(run):
+    _print_checks(console, report.checks)
+    for table in report.tables:
         _print_table(console, table)
     if not len(steps(run)):
         console.print("No step has been trained yet.")
@@ -45,7 +62,7 @@ def print_report(run: Run) -> None:
         console.print(f"Left out: {path}: {reason}", markup=False, highlight=False)
 
 
-def write_report(run: Run, out_dir: str | None = None) -> str:
+def write_report(report: Report, out_dir: str | None = None) -> str:
     """Write the page and its figures as PNG files into `out_dir` (default: `report` in the run directory); the page's path.
 
     ConfigError where matplotlib is not installed; RecordError where the files cannot be written.
@@ -54,6 +71,7 @@ def write_report(run: Run, out_dir: str | None = None) -> str:
         from .figures import all_figures
     except ImportError as error:
         raise ConfigError(f"figures need matplotlib ({error}): pip install 'laminar_hpc[report]'") from error
+    run = report.run
     folder = out_dir or os.path.join(run.run_dir, "report")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -67,10 +85,10 @@ def write_report(run: Run, out_dir: str | None = None) -> str:
             title=title(run),
             ending=ending(run),
             state=state(run),
-            summary=summary(run),
-            checks=run_checks(run),
+            summary=report.summary,
+            checks=report.checks,
             figures=pictures,
-            tables=all_tables(run),
+            tables=report.tables,
             unreadable=run.unreadable,
             metadata=run.metadata,
         )

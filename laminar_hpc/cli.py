@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import sys
 
 from laminar_hpc import __version__
 from laminar_hpc.config.load import load_config
-from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, LaminarError
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
-
-NEEDED_TO_RUN = {"mpi4py": "mpi", "xxhash": "mpi", "torch": "engines", "transformers": "engines", "tokenizers": "tasks"}
-"""Module and the extra of setup.py that brings it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,6 +72,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.local import run
     from laminar_hpc.launch.mpiexec import command_line
+    from laminar_hpc.runtime.check import check_run
 
     config = load_config(options.config, options.overrides)
     check_run(config)
@@ -87,29 +83,13 @@ def _run(options: argparse.Namespace) -> int:
     return run(config)
 
 
-def check_run(config: Config) -> None:
-    """Everything that can be wrong with a run and be seen before it starts; ConfigError for the first thing that is."""
-    from laminar_hpc.runtime.paths import check_new_run_dir
-    from laminar_hpc.tasks.build import check_task
-    from laminar_hpc.trainer.hf import check_model_directory
-
-    for module, extra in NEEDED_TO_RUN.items():
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"{module} is not installed; `laminar run` needs the extra: pip install 'laminar_hpc[{extra}]'"
-            )
-    check_new_run_dir(config.run_dir)
-    check_model_directory(config.model.path)
-    check_task(config)
-
-
 def _report(options: argparse.Namespace) -> int:
-    from laminar_hpc.analysis.report import print_report, write_report
+    from laminar_hpc.analysis.report import make_report, print_report, write_report
     from laminar_hpc.record.reader import open_run
 
-    run = open_run(options.run_dir)
-    print_report(run)
-    print(f"report: {write_report(run, options.out)}")
+    report = make_report(open_run(options.run_dir))
+    print_report(report)
+    print(f"report: {write_report(report, options.out)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""From a TOML file and `--set` options to a checked Config. The only place of the pure floors that opens a file."""
+"""From a TOML file and `--set` options to a checked Config. It opens that file alone."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ class Job(Section):
     start_timeout_s: Seconds = 300.0
     """How long engines and trainers may take to come up."""
     stall_timeout_s: Seconds = 600.0
-    """When nothing has moved for this long, the job prints who waits for whom and ends."""
+    """When nothing has moved for this long, the job prints who waits for whom and ends. Longer than any mini-batch takes."""
     heartbeat_s: Seconds = 2.0
     """How often each rank says that it is alive, and what it waits for."""
     silence_timeout_s: Seconds = 60.0
     """How long a rank may say nothing before it counts as hung."""
     worker_restarts: Count = 3
-    """How often a rollout starts its engine again after a crash before the job ends."""
+    """How often, within ten minutes, a rollout starts its engine again before the job ends."""
 
     @property
     def ranks(self) -> int:
@@ -105,7 +105,9 @@ class Rollout(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Of training trajectories; 0 is greedy."""
     stream_interval_s: Seconds = 0.25
-    """How often partial responses go to the store."""
+    """How often partial responses go to the store; with hundreds of rollouts, the manager's load."""
+    timeout_s: Seconds = 120.0
+    """How long an engine that has work may say nothing before it is started again."""
 
 
 class Trainer(Section):
@@ -224,6 +226,11 @@ class Config(Section):
             raise ValueError(
                 f"job.rollouts must be a multiple of job.relays (the same number of rollouts on each node), "
                 f"got {self.job.rollouts} and {self.job.relays}"
+            )
+        if 2 * self.job.heartbeat_s > self.job.silence_timeout_s:
+            raise ValueError(
+                f"job.silence_timeout_s must be at least twice job.heartbeat_s ({self.job.heartbeat_s:g}), "
+                f"got {self.job.silence_timeout_s:g}"
             )
         if self.rollout.concurrency < self.batch.group_size:
             raise ValueError(

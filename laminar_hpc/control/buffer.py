@@ -3,7 +3,7 @@
     (in flight) -> BUFFERED -> taken by a batch, or evicted with a reason
 
 Invariants: a group is in the buffer at most once, and leaves it at most once. Candidates keep the order in which they
-finished. After `evict`, and so after every publication and every arrival, no group is older than the eviction allows.
+finished. If `evict` is called after every publication, no group in it is ever older than the eviction allows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def add(self, candidate: Candidate) -> None:
-        """A group has finished."""
+    def add(self, candidate: Candidate, newest_published: int) -> list[Evicted]:
+        """A group has finished; if it is too old already, it is not kept, and comes back.
+
+        The others need no look: only a publication makes them older.
+        """
         assert candidate.group not in self._candidates, f"group {candidate.group} is in the buffer already"
-        self._candidates[candidate.group] = candidate
+        evicted = self._eviction.evict([candidate], newest_published)
+        if not evicted:
+            self._candidates[candidate.group] = candidate
+        return evicted
 
     def take(self, count: int) -> list[int]:
         """The groups of a step, no longer in the buffer; there must be at least `count`."""
@@ -35,7 +41,7 @@ class Buffer:
         return groups
 
     def evict(self, newest_published: int) -> list[Evicted]:
-        """The groups that have become too old, no longer in the buffer."""
+        """The groups that a publication has made too old, no longer in the buffer."""
         evicted = self._eviction.evict(self._candidates.values(), newest_published)
         for item in evicted:
             del self._candidates[item.group]

@@ -40,6 +40,7 @@ from laminar_hpc.protocol.events import (
     CameFromTool,
     Event,
     Finished,
+    JobFailed,
     Loaded,
     Published,
     RankEvent,
@@ -52,7 +53,6 @@ from laminar_hpc.protocol.events import (
     Trained,
     TrainerReady,
     WentToTool,
-    Woken,
 )
 from laminar_hpc.protocol.trajectory import State
 
@@ -102,8 +102,8 @@ class Controller:
             commands = self._from_rank(event, now)
         elif isinstance(event, StopRequested):
             return self._end("stopped", event.reason, now)
-        elif isinstance(event, Woken):
-            commands = []
+        elif isinstance(event, JobFailed):
+            return self._end(event.outcome, event.reason, now)
         else:
             raise ProtocolError(f"the controller knows no event {type(event).__name__}")
         if self.outcome is None:
@@ -280,46 +280,17 @@ class Controller:
     def started(self) -> bool:
         """Whether every rank has reported and the first version is published."""
         fleet = self._state.fleet
-        return fleet.all_trainers and fleet.all_relays and fleet.all_rollouts and self.newest_version is not None
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return self._training.steps_done
-
-    @property
-    def newest_version(self) -> int | None:
-        """The newest version that all trainers hold (None: none yet)."""
-        return self._state.versions.newest_published
-
-    @property
-    def groups_in_buffer(self) -> int:
-        """Finished groups that no batch has taken."""
-        return len(self._state.buffer)
-
-    @property
-    def groups_in_flight(self) -> int:
-        """Training groups handed out and not finished."""
-        return self._state.ledger.open_groups - len(self._state.buffer)
-
-    @property
-    def trajectories_in_flight(self) -> int:
-        """Trajectories generated now, evaluation included."""
-        return self._state.pool.in_flight
+        published = self._state.versions.newest_published is not None
+        return fleet.all_trainers and fleet.all_relays and fleet.all_rollouts and published
 
     @property
     def rollouts_busy(self) -> int:
         """Rollouts that have trajectories."""
         return self._state.fleet.busy_rollouts
 
-    @property
-    def rollouts_alive(self) -> int:
-        """Rollouts that have reported and are not lost."""
-        return self._state.fleet.alive_rollouts
-
     def waits(self) -> list[str]:
-        """Who waits for whom, a line each."""
-        return describe_waits(self._state, self._training)
+        """Who waits for whom, a line each; nobody does once the job has ended."""
+        return describe_waits(self._state, self._training) if self.outcome is None else []
 
 
 def _describe(event: RankEvent) -> str:

@@ -16,7 +16,7 @@ from laminar_hpc.control.prompts import Group
 from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import BatchGroup, Training
-from laminar_hpc.policy.sampling import Candidate
+from laminar_hpc.policy.sampling import Candidate, Evicted
 from laminar_hpc.policy.staleness import staleness
 from laminar_hpc.protocol.commands import Command, Publish, ReportEvaluation
 from laminar_hpc.protocol.trajectory import Purpose, State, Verdict
@@ -65,16 +65,19 @@ class Experience:
             self.fruitless_groups += 1
             return [*settlement.commands(reason)]
         self.fruitless_groups = 0
+        newest = self._state.versions.newest_published
         assert group.version is not None, f"group {group.id} has finished under no version"
-        self._state.buffer.add(Candidate(group.id, group.version, now))
-        return self.evict(now)
+        assert newest is not None, "a group has finished before any version was published"
+        return self._throw_away(self._state.buffer.add(Candidate(group.id, group.version, now), newest), newest, now)
 
     def evict(self, now: float) -> list[Command]:
-        """Throw away what has become too old, after a publication or an arrival."""
+        """Throw away what a publication has made too old."""
+        newest = self._state.versions.newest_published
+        assert newest is not None, "nothing is published yet"
+        return self._throw_away(self._state.buffer.evict(newest), newest, now)
+
+    def _throw_away(self, evicted: list[Evicted], newest: int, now: float) -> list[Command]:
         state = self._state
-        newest = state.versions.newest_published
-        assert newest is not None, "a trajectory has finished before any version was published"
-        evicted = state.buffer.evict(newest)
         settlement = Settlement(state, now)
         for item in evicted:
             group = state.ledger.groups[item.group]

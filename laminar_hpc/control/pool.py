@@ -74,8 +74,6 @@ class TrajectoryPool:
         self._next_id = 0
         self.trajectories: dict[int, Trajectory] = {}
         """By id, in the order in which they began."""
-        self.in_flight = 0
-        """How many of them have not finished."""
         self._orphans: dict[int, deque[int]] = {}
 
     def begin(self, group: Group, sample: int, seed: int, version: int, owner: Owner, now: float) -> Trajectory:
@@ -94,7 +92,6 @@ class TrajectoryPool:
         )
         self._next_id += 1
         self.trajectories[trajectory.id] = trajectory
-        self.in_flight += 1
         return trajectory
 
     def owned(self, id: int, rank: int) -> Trajectory | None:
@@ -137,7 +134,6 @@ class TrajectoryPool:
         trajectory.reward = event.reward if event.verdict is Verdict.GRADED else 0.0
         trajectory.finished_s = now
         trajectory.staleness_finish = staleness
-        self.in_flight -= 1
 
     def orphan(self, ids: list[int]) -> None:
         """The owner of these is lost."""
@@ -170,7 +166,4 @@ class TrajectoryPool:
 
     def remove(self, id: int) -> Trajectory:
         """The trajectory is settled."""
-        trajectory = self.trajectories.pop(id)
-        if trajectory.state is not State.FINISHED:
-            self.in_flight -= 1
-        return trajectory
+        return self.trajectories.pop(id)

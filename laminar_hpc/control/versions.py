@@ -13,8 +13,8 @@ import msgspec
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.commands import Broadcast, Share
-
-DIGEST_BYTES = 8
+from laminar_hpc.protocol.peer import DIGEST_BYTES
+from laminar_hpc.weights.reshard import check_shares
 
 
 class Version(msgspec.Struct, eq=False):
@@ -81,14 +81,11 @@ class Versions:
         return True
 
     def _check_shares(self, version: Version) -> None:
-        end = 0
-        for share, _ in _in_chunk_order(version):
-            if share.first_chunk != end:
-                raise ProtocolError(
-                    f"rank {share.rank} (trainer) published version {version.id} from chunk {share.first_chunk} on, "
-                    f"where chunk {end} was due"
-                )
-            end += share.chunks
+        shares = [share for share, _ in version.shares.values()]
+        try:
+            check_shares(shares, sum(share.chunks for share in shares))
+        except ProtocolError as error:
+            raise ProtocolError(f"version {version.id}: {error}") from error
 
     def missing_trainers(self, version: Version, ranks: list[int]) -> list[int]:
         """Those of the trainers `ranks` that have not published their share of `version`."""

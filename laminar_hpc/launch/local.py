@@ -13,6 +13,7 @@ from types import FrameType
 from rich.console import Console
 
 from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import RecordError
 from laminar_hpc.launch.mpiexec import Launch, command_line, environment
 from laminar_hpc.record.status import Status, read_status, was_killed, write_status
 from laminar_hpc.runtime.paths import RunPaths, create_run_dir
@@ -98,7 +99,7 @@ def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console
 
 def _ask_to_end(job: Launch, run_dir: str) -> None:
     """SIGTERM to the manager, which ends all others in order; to mpiexec where there is no manager yet."""
-    status = read_status(run_dir)
+    status = _status(run_dir)
     if status is not None and not status.over and status.host == socket.gethostname():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(status.pid, signal.SIGTERM)
@@ -107,17 +108,25 @@ def _ask_to_end(job: Launch, run_dir: str) -> None:
 
 
 def _state_line(run_dir: str) -> str:
-    status = read_status(run_dir)
+    status = _status(run_dir)
     return "starting" if status is None else status.line()
+
+
+def _status(run_dir: str) -> Status | None:
+    """What the status file says; None where it is not there, or cannot be read."""
+    try:
+        return read_status(run_dir)
+    except RecordError:
+        return None
 
 
 def _last_status(config: Config, exit_code: int | None, interrupted: signal.Signals | None) -> Status:
     """What the status file says in the end; where no rank could say it, it is said here."""
     deadline = time.monotonic() + LAST_WORD_S
-    status = read_status(config.run_dir)
+    status = _status(config.run_dir)
     while status is not None and not status.over and not was_killed(status) and time.monotonic() < deadline:
         time.sleep(0.1)
-        status = read_status(config.run_dir)
+        status = _status(config.run_dir)
     if status is not None and status.over:
         return status
     reason = f"mpiexec ended with exit code {exit_code} and no rank said why; see {RunPaths(config.run_dir).logs}"
@@ -128,7 +137,8 @@ def _last_status(config: Config, exit_code: int | None, interrupted: signal.Sign
     status.reason = reason
     status.rollouts_busy = 0
     status.updated_s = status.ended_s = time.time()
-    write_status(config.run_dir, status)
+    with contextlib.suppress(RecordError):  # a full disk: what is printed is all that is left
+        write_status(config.run_dir, status)
     return status
 
 

@@ -55,6 +55,14 @@ class World:
         """The node key of every rank. Rollouts read the image of a relay with the same key."""
         return list(self._nodes)
 
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's `data`, on all ranks. Collective: for the start, before the roles' loops begin."""
+        length = np.array([len(data)], dtype=np.int64)
+        self.comm.Bcast(length, root=0)
+        buffer = bytearray(data if self.rank == 0 else int(length[0]))
+        self.comm.Bcast([buffer, self.mpi.BYTE], root=0)
+        return bytes(buffer)
+
     def finish(self, clean: bool, timeout_s: float) -> bool:
         """Leave the job: True when MPI is finalised, False when the caller must end the process with `os._exit`.
 
@@ -68,10 +76,6 @@ class World:
         self.mpi.Finalize()
         faulthandler.cancel_dump_traceback_later()
         return True
-
-    def abort(self, code: int) -> None:
-        """End all ranks, at once and without clean-up."""
-        self.comm.Abort(code)
 
     def _all_arrived(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s

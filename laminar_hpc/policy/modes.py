@@ -16,45 +16,22 @@ class Refresh(str, Enum):
     """Each rollout alone, when it has finished its own batch."""
 
 
-class TrainOn(str, Enum):
-    """What a training step may be made of."""
-
-    COHORT = "cohort"
-    """The prompts handed out for this step, all of them."""
-    ANY_GROUP = "any_group"
-    """Whichever groups are finished."""
-
-
 class Mode(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline.
 
     `cohorts_ahead` bounds the hand-out by whole steps (None: `control.ahead` of the config bounds it instead).
-    `staleness_bound` is what the pipeline guarantees at consumption, in versions (None: none, it is measured).
+    What a pipeline guarantees follows from it: `staleness.bound`.
     """
 
     name: str
     refresh: Refresh
-    train_on: TrainOn
     cohorts_ahead: int | None
-    staleness_bound: int | None
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode(
-            name="sync",
-            refresh=Refresh.TOGETHER,
-            train_on=TrainOn.COHORT,
-            cohorts_ahead=0,
-            staleness_bound=0,
-        ),
-        Mode(
-            name="laminar",
-            refresh=Refresh.OWN_BOUNDARY,
-            train_on=TrainOn.ANY_GROUP,
-            cohorts_ahead=None,
-            staleness_bound=None,
-        ),
+        Mode(name="sync", refresh=Refresh.TOGETHER, cohorts_ahead=0),
+        Mode(name="laminar", refresh=Refresh.OWN_BOUNDARY, cohorts_ahead=None),
     )
 }

@@ -35,14 +35,14 @@ class Sampler(Protocol):
 
 
 class Eviction(Protocol):
-    """Throws finished groups away."""
+    """Throws finished groups away, each for what it is itself: what else is in the buffer does not matter."""
 
     @property
     def above(self) -> int | None:
         """The staleness above which a group goes (None: staleness does not matter)."""
 
     def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:
-        """The groups to throw away now."""
+        """Those of the candidates to throw away now."""
 
 
 class Fifo:

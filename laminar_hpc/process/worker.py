@@ -42,13 +42,13 @@ def _without_launcher_variables() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def start_forkserver(threads: int) -> None:
+def start_forkserver() -> None:
     """Start the process that workers are forked from. To be called before MPI is initialised, once.
 
-    `threads` is the number of CPU threads that numerical libraries in the workers use.
+    Numerical libraries begin with one thread in the workers; an engine sets the number that its config says.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(threads)
+        os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
     os.environ.setdefault("PYTHONHASHSEED", "0")  # some tasks draw from sets, and all ranks must see the same prompts
@@ -108,8 +108,11 @@ def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
     os.setpgid(0, 0)  # so that all it starts can be ended with it
     _redirect_output(log_path)
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a launcher may signal all processes; the driver sees to an orderly end
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, name="end-with-driver", daemon=True).start()
     channel = Channel(stream, waits=True)
     try:
@@ -142,8 +145,6 @@ def _end_with_driver() -> None:
 
 def _leave(code: int) -> None:
     """End without the clean-up of libraries that may hang, and take along whatever this worker has started."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _kill_descendants()
     os._exit(code)
 

@@ -22,14 +22,6 @@ class Generate(Command, frozen=True):
     trajectories: list[TrajectorySpec]
 
 
-class Abort(Command, frozen=True):
-    """Rollout `rank` drops these trajectories."""
-
-    rank: int
-    incarnation: int
-    trajectories: list[int]
-
-
 class Pull(Command, frozen=True):
     """Rollout `rank` loads the newest version its relay holds, `version` at least."""
 
@@ -176,29 +168,10 @@ class ReportEvaluation(Command, frozen=True, kw_only=True):
     response_tokens: int
 
 
-class WakeAt(Command, frozen=True):
-    """Call back with `Woken` at `time_s`, in the clock of `now`."""
-
-    time_s: float
-
-
 class EndJob(Command, frozen=True):
     """The job is over. `outcome` is one of finished, stopped, failed, stalled; the reason is for people."""
 
     outcome: str
 
 
-AnyCommand = (
-    Generate
-    | Abort
-    | Pull
-    | Train
-    | Publish
-    | Broadcast
-    | Release
-    | Settle
-    | ReportStep
-    | ReportEvaluation
-    | WakeAt
-    | EndJob
-)
+AnyCommand = Generate | Pull | Train | Publish | Broadcast | Release | Settle | ReportStep | ReportEvaluation | EndJob

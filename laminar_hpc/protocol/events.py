@@ -142,13 +142,19 @@ class RankLost(RankEvent, frozen=True):
     reason: str
 
 
-class Woken(Event, frozen=True):
-    """A time asked for with `WakeAt` has come."""
-
-
 class StopRequested(Event, frozen=True):
-    """Somebody outside wants the job to end: a signal, the stall watchdog, a time limit."""
+    """Somebody outside wants the job to end: a signal, a time limit."""
 
+    reason: str
+
+
+class JobFailed(Event, frozen=True):
+    """Whoever drives the controller has seen that the job cannot go on.
+
+    `outcome` is "failed" (a rank has failed or says nothing) or "stalled" (nothing has moved for too long).
+    """
+
+    outcome: str
     reason: str
 
 
@@ -165,6 +171,6 @@ AnyEvent = (
     | CameFromTool
     | Trained
     | RankLost
-    | Woken
     | StopRequested
+    | JobFailed
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar_hpc.protocol.events import Streamed
 from laminar_hpc.protocol.trajectory import Block, Stop, TrajectorySpec
 
 
@@ -44,11 +45,15 @@ class Failure(Message, frozen=True):
 
 
 class Append(Message, frozen=True):
-    """Blocks for the store, from `rank` in its `incarnation`; dropped where another owner holds the trajectory."""
+    """Blocks for the store, from `rank` in its `incarnation`; dropped where another owner holds the trajectory.
+
+    `streamed` is the event that tells the controller of them, in the same message so that neither comes without the other.
+    """
 
     rank: int
     incarnation: int
     blocks: list[Block]
+    streamed: Streamed | None = None
 
 
 class Fetch(Message, frozen=True):
@@ -67,6 +72,9 @@ class Fetched(Message, frozen=True):
 
 
 # --- weights plane: trainers, relays, rollouts ----------------------------------------------------------------------
+
+DIGEST_BYTES = 8
+"""Bytes of a chunk's digest, and of an image's."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -128,7 +136,6 @@ class Lease(Message, frozen=True):
     version: int
     path: str
     offset: int
-    digests: bytes
 
 
 class LeaseReturn(Message, frozen=True):
@@ -142,10 +149,11 @@ class LeaseReturn(Message, frozen=True):
 
 
 class StartEngine(Message, frozen=True):
-    """First message to an engine worker: the resolved config as JSON, and the image's layout."""
+    """First message to an engine worker: the resolved config as JSON, the image's layout, and its index on its node."""
 
     config: bytes
     manifest: Manifest
+    device: int = 0
 
 
 class EngineUp(Message, frozen=True):
@@ -302,7 +310,7 @@ class WriteWeights(Message, frozen=True):
 
 
 class WeightsWritten(Message, frozen=True):
-    """The share is written; 8 bytes of digest a chunk."""
+    """The share is written; `DIGEST_BYTES` of digest a chunk."""
 
     version: int
     digests: bytes
@@ -316,7 +324,9 @@ class WorkerError(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """The worker ends, at once."""
+    """A worker, or a rank, ends. `clean`: all ranks leave together; else one is gone, and none waits for the others."""
+
+    clean: bool = True
 
 
 AnyMessage = (

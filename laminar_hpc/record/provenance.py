@@ -11,6 +11,8 @@ import msgspec
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.policy.modes import MODES
+from laminar_hpc.policy.sampling import make_eviction
+from laminar_hpc.policy.staleness import bound
 
 PACKAGES = (
     "laminar_hpc",
@@ -35,13 +37,18 @@ def gather(config: Config, controller_settings: str, clock_zero_unix_s: float) -
     """The metadata of a record file.
 
     `controller_settings` is JSON. `clock_zero_unix_s` is the Unix time at which the rank's clock, in which all moments of
-    its file are, stood at 0; readers shift the files of a run by it to one clock.
+    its file are, stood at 0; readers shift the files of a run by it to one clock. `staleness_bound` is what mode and
+    eviction guarantee at consumption, in versions, as JSON (null: nothing).
     """
+    control = config.control
+    mode = MODES[control.mode]
+    evicted_above = make_eviction(control.eviction, control.max_staleness).above
     return {
         "host": socket.gethostname(),
         "clock_zero_unix_s": repr(clock_zero_unix_s),
         "config": config.model_dump_json(),
-        "mode": msgspec.json.encode(MODES[config.control.mode]).decode(),
+        "mode": msgspec.json.encode(mode).decode(),
+        "staleness_bound": msgspec.json.encode(bound(mode, evicted_above)).decode(),
         "controller_settings": controller_settings,
         "packages": msgspec.json.encode(package_versions()).decode(),
         "git_commit": git_commit(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))),

@@ -78,14 +78,18 @@ def status_path(run_dir: str) -> str:
 
 
 def write_status(run_dir: str, status: Status) -> None:
-    """Replace the status file at once, so that no reader and no kill ever sees half of it. RecordError where it fails."""
+    """Replace the status file at once, so that no reader and no kill ever sees half of it. RecordError where it fails.
+
+    How a run ended outlives a crash of its host, too; how far it was may be lost in one, and so costs no sync.
+    """
     path = status_path(run_dir)
     part = os.path.join(run_dir, f".{FILE_NAME}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+            if status.over:
+                file.flush()
+                os.fsync(file.fileno())
         os.rename(part, path)
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror}") from error

@@ -7,10 +7,10 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.rollout.api import Engine
 
 
-def build_engine(config: Config) -> Engine:
-    """The engine that `rollout.engine` names, without weights."""
+def build_engine(config: Config, device: int = 0) -> Engine:
+    """The engine that `rollout.engine` names, without weights, for the rollout with index `device` on its node."""
     if config.rollout.engine == "torch":
         from laminar_hpc.rollout.torch_engine import TorchEngine
 
-        return TorchEngine(config)
+        return TorchEngine(config, device)
     raise ConfigError(f"rollout.engine: must be torch, got {config.rollout.engine}")

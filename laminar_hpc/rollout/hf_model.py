@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +10,11 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from laminar_hpc.config.model_files import ARCHITECTURES
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, EngineError
 from laminar_hpc.protocol.peer import Manifest, TensorEntry
 from laminar_hpc.rollout.kv_cache import ATTENTION
-
-SUPPORTED = ("llama", "qwen2", "qwen3")
-"""Values of model_type whose code hands keywords through to the attention function, and adds nothing to its scores."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -33,8 +29,8 @@ def build_model(config: Config, device: str) -> Any:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path} has no readable config.json: {error}") from error
-    if hf_config.model_type not in SUPPORTED:
-        allowed = ", ".join(SUPPORTED)
+    if hf_config.model_type not in ARCHITECTURES:
+        allowed = ", ".join(ARCHITECTURES)
         raise ConfigError(f"model.path: {path} is of type {hf_config.model_type}; the torch engine runs {allowed}")
     if "sliding_attention" in (getattr(hf_config, "layer_types", None) or []):
         raise ConfigError(f"model.path: {path} uses sliding-window attention, which the torch engine does not")
@@ -50,20 +46,6 @@ def build_model(config: Config, device: str) -> Any:
     if model.base_model.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE:
         raise ConfigError(f"model.path: {path} has rotary embeddings that change with the longest sequence of a batch")
     return model.requires_grad_(False).eval().to(device)
-
-
-def stop_tokens(path: str, model: Any) -> frozenset[int]:
-    """The end tokens: `eos_token_id` of generation_config.json in `path`, else of the model's config; may be none."""
-    ids = None
-    file = os.path.join(path, "generation_config.json")
-    if os.path.exists(file):
-        with open(file, encoding="utf-8") as stream:
-            ids = json.load(stream).get("eos_token_id")
-    if ids is None:
-        ids = model.config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def fill(model: Any, manifest: Manifest, image: NDArray[np.uint8]) -> None:

@@ -17,17 +17,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from laminar_hpc.config.model_files import read_end_tokens
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError
 from laminar_hpc.protocol.peer import Manifest
 from laminar_hpc.protocol.trajectory import Stop
 from laminar_hpc.rollout.api import EngineStats, Request, Sampled
-from laminar_hpc.rollout.hf_model import build_model, fill, stop_tokens, stored
+from laminar_hpc.rollout.hf_model import build_model, fill, stored
 from laminar_hpc.rollout.kv_cache import Decode, KVCache, Prefill, Rows
 from laminar_hpc.rollout.sampling import sample, signed
 
 PREFILL_TOKENS = 8192
 """Tokens, padding included, of one forward pass over new trajectories: bounds its memory, not what a step admits."""
+
+
+def engine_device(device: int) -> str:
+    """Where the rollout with index `device` on its node computes: a GPU of the node, in turn, if there is one."""
+    return f"cuda:{device % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 class _Row:
@@ -50,19 +56,23 @@ class TorchEngine:
     rollout.slots * (rollout.max_prompt_tokens + rollout.max_response_tokens).
     """
 
-    def __init__(self, config: Config) -> None:
-        """Build the model, without weights, and the cache; ConfigError where `model.path` holds none that can run."""
+    def __init__(self, config: Config, device: int = 0) -> None:
+        """Build the model, without weights, and the cache, for the rollout with index `device` on its node.
+
+        ConfigError where `model.path` holds no model that can run.
+        """
         limits = config.rollout
         self.concurrency = limits.concurrency
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = engine_device(device)
         self._model = build_model(config, self._device)
-        self._stop_tokens = stop_tokens(config.model.path, self._model)
+        self._stop_tokens = read_end_tokens(config.model.path)
         self._limits = limits
         self._places = limits.max_prompt_tokens + limits.max_response_tokens
         self._cache = self._build_cache()
         self._version: int | None = None
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
+        self._trajectories: set[int] = set()  # those that wait, and those that run
         self._newest = torch.zeros(limits.slots, dtype=torch.int64, device=self._device)
         self._positions = torch.zeros_like(self._newest)
         self._seeds = torch.zeros_like(self._newest)
@@ -83,7 +93,7 @@ class TorchEngine:
     def add(self, request: Request) -> Stop | None:
         """As in `Engine`. EngineError also where a token is no token of the model, or the trajectory is here already."""
         who = f"torch engine: trajectory {request.trajectory}"
-        if any(row.request.trajectory == request.trajectory for row in (*self._running, *self._waiting)):
+        if request.trajectory in self._trajectories:
             raise EngineError(f"{who} is in the engine already")
         if not 1 <= len(request.prompt) <= self._limits.max_prompt_tokens:
             raise EngineError(
@@ -99,10 +109,14 @@ class TorchEngine:
         stop = self._stop(request.response[-1], len(request.response)) if request.response else None
         if stop is None:
             self._waiting.append(_Row(request))
+            self._trajectories.add(request.trajectory)
         return stop
 
     def abort(self, trajectory: int) -> None:
         """As in `Engine`."""
+        if trajectory not in self._trajectories:
+            return
+        self._trajectories.remove(trajectory)
         self._waiting = deque(row for row in self._waiting if row.request.trajectory != trajectory)
         self._leave([index for index, row in enumerate(self._running) if row.request.trajectory == trajectory])
 
@@ -223,6 +237,7 @@ class TorchEngine:
             self._cache.move(sources, targets, max(self._running[index].tokens for index in sources))
             for state in (self._newest, self._positions, self._seeds, self._temperatures):
                 state[targets] = state[sources]
+        self._trajectories.difference_update(self._running[index].request.trajectory for index in indices)
         for source, target in zip(sources, targets, strict=True):
             self._running[target] = self._running[source]
         del self._running[remaining:]

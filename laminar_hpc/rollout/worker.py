@@ -45,7 +45,7 @@ def main(channel: Channel) -> None:
         raise ProtocolError(f"engine worker: the first message must be StartEngine, got {type(start).__name__}")
     began_s = time.perf_counter()
     config = Config.model_validate_json(start.config)
-    worker = EngineWorker(config, start.manifest, _engine_with_threads(config))
+    worker = EngineWorker(config, start.manifest, _engine_with_threads(config, start.device))
     channel.send(EngineUp(worker.engine.concurrency, time.perf_counter() - began_s))
     while True:
         message = channel.receive(None if worker.idle else 0.0)
@@ -61,11 +61,11 @@ def main(channel: Channel) -> None:
             channel.send(worker.take_output(time.perf_counter()))
 
 
-def _engine_with_threads(config: Config) -> Engine:
+def _engine_with_threads(config: Config, device: int) -> Engine:
     import torch
 
     torch.set_num_threads(config.job.threads)
-    return build_engine(config)
+    return build_engine(config, device)
 
 
 class _Untold(msgspec.Struct):

@@ -1,6 +1,6 @@
 """From a process that MPI has started to the loop of its role, and out again.
 
-read the config -> forkserver -> MPI -> which role am I -> its loop -> leave together
+forkserver -> MPI -> read and check the config, on the first rank -> which role am I -> its loop -> leave together
 """
 
 from __future__ import annotations
@@ -8,29 +8,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import ConfigError, LaminarError
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.errors import LaminarError, RecordError
+from laminar_hpc.policy.roles import Placement, Role, assign
 from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.record.status import read_status
+from laminar_hpc.runtime.check import check_run
 from laminar_hpc.runtime.paths import create_run_dir, read_config
-
-if TYPE_CHECKING:
-    from laminar_hpc.runtime.rank import Rank, RankLoop
+from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say_goodbye
+from laminar_hpc.runtime.recording import open_record
+from laminar_hpc.runtime.settings import controller_settings
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Where launchers tell a process its rank, before MPI is initialised."""
 
 
 def main(arguments: list[str]) -> int:
     """Be one rank of the job until it is over; the exit code of this process.
 
-    Bad input is found before MPI starts, by every rank alike; the first one says so.
+    The first rank alone reads and checks what the job needs, and tells the others: so they all see the same, and what is
+    wrong is said once.
     """
     parser = argparse.ArgumentParser(prog="train.py", description="One rank of the job; started by mpiexec or srun.")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -38,48 +40,60 @@ def main(arguments: list[str]) -> int:
     which.add_argument("--config", help="a config file; the first rank makes the run directory")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
-    first = _rank_by_launcher() == 0
-    try:
-        config = read_config(options.run_dir) if options.run_dir else load_config(options.config, options.overrides)
-        if not options.run_dir and first:
-            create_run_dir(config)
-        return _run_rank(config)
-    except ConfigError as error:
-        if first:
-            print(f"laminar: {error}", file=sys.stderr, flush=True)
+    start_forkserver()  # before MPI: see process/worker.py
+    from laminar_hpc.mpi.world import open_world
+
+    world = open_world()
+    prepared = _prepare(options, world.node_of_rank()) if world.rank == 0 else _Prepared()
+    prepared = msgspec.msgpack.decode(world.broadcast(msgspec.msgpack.encode(prepared)), type=_Prepared)
+    if prepared.error or prepared.settings is None:
+        if world.rank == 0:
+            print(f"laminar: {prepared.error}", file=sys.stderr, flush=True)
+        world.finish(clean=True, timeout_s=FAREWELL_S)
         return EXIT_BAD_INPUT
+    config = Config.model_validate_json(prepared.config)
+    try:
+        return _be(Rank(config, prepared.settings, world, prepared.placements))
     except LaminarError as error:
-        print(f"laminar: {error}", file=sys.stderr, flush=True)
+        print(f"laminar: rank {world.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
 
 
-def _rank_by_launcher() -> int:
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+class _Prepared(msgspec.Struct):
+    """What the first rank tells the others: the resolved config as JSON, or what is wrong with it."""
+
+    config: bytes = b""
+    settings: Settings | None = None
+    placements: list[Placement] = []
+    error: str = ""
 
 
-def _run_rank(config: Config, attempt: int = 0) -> int:
-    start_forkserver(config.job.threads)  # before MPI: see process/worker.py
-    from laminar_hpc.mpi.world import open_world
-    from laminar_hpc.policy.roles import Role, assign
-    from laminar_hpc.runtime.rank import FAREWELL_S, Rank, run_loop, say_goodbye
-    from laminar_hpc.runtime.recording import open_record
-
-    world = open_world()
+def _prepare(options: argparse.Namespace, nodes: list[str]) -> _Prepared:
     try:
-        placements = assign(world.node_of_rank(), config.job.trainers, config.job.relays, config.job.rollouts)
-    except ConfigError:
-        world.finish(clean=True, timeout_s=FAREWELL_S)
-        raise
-    rank = Rank(config, world, placements, attempt)
+        config = read_config(options.run_dir) if options.run_dir else load_config(options.config, options.overrides)
+        placements = assign(nodes, config.job.trainers, config.job.relays, config.job.rollouts)
+        if not options.run_dir:
+            check_run(config)
+            create_run_dir(config)
+        return _Prepared(config.model_dump_json().encode(), controller_settings(config, attempt=0), placements)
+    except LaminarError as error:
+        return _Prepared(error=str(error))
+
+
+def _be(rank: Rank) -> int:
+    """Open the record, run the loop of the role, and leave with the others."""
     rank.record = open_record(rank)
-    clean = run_loop(rank, _build_loop(rank))
-    rank.record.close()
-    if clean and rank.me.role is not Role.MANAGER:
+    leaving = run_loop(rank, _build_loop(rank))
+    try:
+        rank.record.close()
+    except RecordError as error:
+        print(f"{rank.name}: {error}", file=sys.stderr, flush=True)
+    if leaving is not Leaving.LOST and rank.me.role is not Role.MANAGER:
         say_goodbye(rank)
-    if not world.finish(clean=clean, timeout_s=FAREWELL_S):
+    if not rank.world.finish(clean=leaving is Leaving.TOGETHER, timeout_s=FAREWELL_S):
         sys.stdout.flush()
         os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
-    return EXIT_FAILED if rank.me.role is Role.MANAGER and not _ended_well(config.run_dir) else 0
+    return EXIT_FAILED if rank.me.role is Role.MANAGER and not _ended_well(rank.config.run_dir) else 0
 
 
 def _ended_well(run_dir: str) -> bool:
@@ -90,8 +104,6 @@ def _ended_well(run_dir: str) -> bool:
 
 def _build_loop(rank: Rank) -> RankLoop:
     """The loop of this rank's role; only that one's modules are imported."""
-    from laminar_hpc.policy.roles import Role
-
     match rank.me.role:
         case Role.MANAGER:
             from laminar_hpc.runtime.manager import ManagerLoop

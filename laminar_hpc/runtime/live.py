@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 
 from laminar_hpc.control.controller import Controller
+from laminar_hpc.errors import RecordError
 from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
-from laminar_hpc.protocol.events import AnyEvent, Finished, RankLost, Streamed
+from laminar_hpc.protocol.events import AnyEvent, RankLost, Streamed
 from laminar_hpc.record.status import Status, write_status
 from laminar_hpc.runtime.rank import Rank
 
@@ -56,8 +58,6 @@ class Live:
                     new += max(0, progress.tokens - self._streamed.get(progress.trajectory, 0))
                     self._streamed[progress.trajectory] = progress.tokens
                 self._generated.append((now, new))
-            case Finished():
-                self._streamed.pop(event.trajectory, None)
             case RankLost():
                 print(f"rank {event.rank} lost its worker: {event.reason}", flush=True)
             case _:
@@ -94,7 +94,11 @@ class Live:
         self._measure(now)
         if self._controller.started:
             self._status.reason = "training"
-        write_status(self._rank.config.run_dir, self._status)
+        self._write()
+
+    def forget(self, trajectory: int) -> None:
+        """A trajectory is settled."""
+        self._streamed.pop(trajectory, None)
 
     def finish(self, ending: EndJob) -> None:
         """The last status: how it ended."""
@@ -102,7 +106,14 @@ class Live:
         status.state, status.reason = ending.outcome, ending.reason
         status.rollouts_busy = 0
         status.updated_s = status.ended_s = time.time()
-        write_status(self._rank.config.run_dir, status)
+        self._write()
+
+    def _write(self) -> None:
+        """A disk that is full now must not end a run for its display."""
+        try:
+            write_status(self._rank.config.run_dir, self._status)
+        except RecordError as error:
+            print(f"{self._rank.name}: {error}", file=sys.stderr, flush=True)
 
     def _measure(self, now: float) -> None:
         while self._generated and self._generated[0][0] < now - RATE_WINDOW_S:

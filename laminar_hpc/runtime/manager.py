@@ -14,7 +14,6 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.commands import (
-    Abort,
     AnyCommand,
     Broadcast,
     EndJob,
@@ -26,9 +25,8 @@ from laminar_hpc.protocol.commands import (
     ReportStep,
     Settle,
     Train,
-    WakeAt,
 )
-from laminar_hpc.protocol.events import AnyEvent, Event, StopRequested, Streamed, Woken
+from laminar_hpc.protocol.events import AnyEvent, Event, JobFailed, StopRequested, Streamed
 from laminar_hpc.protocol.peer import (
     Append,
     Failure,
@@ -44,7 +42,6 @@ from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.live import Live
 from laminar_hpc.runtime.rank import FAREWELL_S, Rank
 from laminar_hpc.runtime.recording import ManagerRecord
-from laminar_hpc.runtime.settings import controller_settings
 from laminar_hpc.runtime.store import Store
 
 
@@ -53,15 +50,14 @@ class ManagerLoop:
 
     def __init__(self, rank: Rank) -> None:
         self.done = False
+        self.clean = True
         self._rank = rank
-        self._settings = controller_settings(rank.config, rank.attempt)
-        self._controller = Controller(self._settings)
+        self._controller = Controller(rank.settings)
         self._store = Store()
         self._live = Live(rank, self._controller)
         self._recorded: ManagerRecord | None = None
         self._others = list(range(1, rank.world.size))
         self._trainers = rank.ranks_of(Role.TRAINER)
-        self._wake: list[float] = []
         self._moved = 0.0
         self._beats: dict[int, tuple[float, Heartbeat]] = {}
         self._next_alive = 0.0
@@ -81,8 +77,11 @@ class ManagerLoop:
         match message:
             case Append():
                 self._store.append(message)
+                if message.streamed is not None:
+                    self._decide(message.streamed, now)
             case Fetch():
-                self._rank.mail.send(source, self._store.fetch(message))
+                if self._ending is None:  # after the end all payload is dropped
+                    self._rank.mail.send(source, self._store.fetch(message))
             case Heartbeat():
                 self._beats[source] = (now, message)
             case Manifest():
@@ -90,7 +89,7 @@ class ManagerLoop:
             case Failure():
                 self._beats.pop(source, None)
                 self._left.add(source)
-                self._end(EndJob(f"rank {source} ({message.role}): {message.text}", "failed"), now)
+                self._decide(JobFailed("failed", f"rank {source} ({message.role}): {message.text}"), now)
             case Goodbye():
                 self._left.add(source)
             case Event():
@@ -105,9 +104,6 @@ class ManagerLoop:
         if self._rank.terminated is not None:
             signal_name, self._rank.terminated = self._rank.terminated, None
             self._decide(StopRequested(f"signal {signal_name}"), now)
-        while self._wake and self._wake[0] <= now:
-            self._wake.pop(0)
-            self._decide(Woken(), now)
         if now >= self._next_alive:
             self._next_alive = now + self._rank.config.job.heartbeat_s
             for rank in self._others:
@@ -120,18 +116,18 @@ class ManagerLoop:
         """Nobody: the manager answers."""
         return ""
 
-    def phase(self) -> str:
+    def phase(self, busy: bool) -> str:
         """Work or idle."""
-        return "idle" if self._rank.mail.pending == 0 else "work"
+        return "work" if busy else "idle"
 
     def channels(self) -> list[Channel]:
         """None."""
         return []
 
     def close(self) -> None:
-        """Say in the status file how it ended; an end that nobody asked for is a failure."""
-        ending = self._ending or EndJob(self._rank_problem(), "failed")
-        self._live.finish(ending)
+        """Say in the status file how it ended, where that is not said yet: an end that nobody asked for is a failure."""
+        if self._ending is None:
+            self._live.finish(EndJob(self._rank_problem(), "failed"))
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
@@ -156,7 +152,7 @@ class ManagerLoop:
                 for spec in command.trajectories:
                     self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
-            case Pull() | Abort():
+            case Pull():
                 send(command.rank, command)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
@@ -168,8 +164,6 @@ class ManagerLoop:
                 self._settle(command)
             case ReportStep() | ReportEvaluation():
                 self._live.report(command, now)
-            case WakeAt():
-                self._wake = sorted([*self._wake, command.time_s])
             case EndJob():
                 self._end(command, now)
 
@@ -179,6 +173,7 @@ class ManagerLoop:
             if keep_tokens and self._recorded is not None and outcome.state is State.CONSUMED:
                 self._recorded.tokens(self._store.blocks(outcome.trajectory))
             self._store.drop(outcome.trajectory)
+            self._live.forget(outcome.trajectory)
 
     def _spread_manifest(self, manifest: Manifest) -> None:
         if self._recorded is not None:
@@ -199,12 +194,13 @@ class ManagerLoop:
                 text = (
                     f"rank {rank} ({placement.role.value} on {placement.node}) has said nothing for {now - heard:.0f} s"
                 )
-                self._end(EndJob(text, "failed"), now)
+                self._decide(JobFailed("failed", text), now)
                 return
         bound = job.stall_timeout_s if self._controller.started else job.start_timeout_s
         if now - self._moved > bound:
             self._print_waits(now)
-            self._end(EndJob(f"nothing has moved for {now - self._moved:.0f} s; {self._waits_line()}", "stalled"), now)
+            text = f"nothing has moved for {now - self._moved:.0f} s; {self._waits_line()}"
+            self._decide(JobFailed("stalled", text), now)
 
     def _waits_line(self) -> str:
         waits = self._controller.waits()
@@ -234,10 +230,12 @@ class ManagerLoop:
             return
         self._ending = command
         self._ending_since = now
+        self._live.finish(command)
         if self._recorded is not None:
             self._recorded.ended(command, now)
+        self.clean = not self._left
         for rank in self._others:
-            self._rank.mail.send(rank, Shutdown())
+            self._rank.mail.send(rank, Shutdown(clean=self.clean))
 
     def _farewell(self, now: float) -> bool:
         """Wait for the others to leave, but not for ever."""

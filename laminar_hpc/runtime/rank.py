@@ -6,20 +6,24 @@ arrived and says whether that was anything. The waiting happens here, in one pla
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
+from enum import Enum
 from types import FrameType
 from typing import Protocol
 
 from laminar_hpc.config.schema import Config
+from laminar_hpc.control.settings import Settings
 from laminar_hpc.errors import LaminarError
 from laminar_hpc.mpi.mail import Mail
 from laminar_hpc.mpi.world import World
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.process.channel import Channel, wait_any
+from laminar_hpc.protocol.events import StopRequested
 from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Shutdown
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.record.writer import RecordWriter
@@ -40,6 +44,8 @@ class RankLoop(Protocol):
     """What a role does."""
 
     done: bool
+    clean: bool
+    """Whether all ranks leave together in the end, as far as this one knows."""
 
     def start(self, now: float) -> None:
         """Begin: start workers, say hello."""
@@ -53,7 +59,7 @@ class RankLoop(Protocol):
     def waiting_for(self) -> str:
         """What this rank waits for, "" while it works."""
 
-    def phase(self) -> str:
+    def phase(self, busy: bool) -> str:
         """The phase that the time since the last step counts to (record.schema.PHASES of its role)."""
 
     def channels(self) -> list[Channel]:
@@ -66,13 +72,14 @@ class RankLoop(Protocol):
 class Rank:
     """One MPI process of the job."""
 
-    def __init__(self, config: Config, world: World, placements: list[Placement], attempt: int) -> None:
+    def __init__(self, config: Config, settings: Settings, world: World, placements: list[Placement]) -> None:
         self.config = config
+        self.settings = settings
+        self.attempt = settings.attempt
         self.world = world
         self.mail = Mail(world)
         self.placements = placements
         self.me = placements[world.rank]
-        self.attempt = attempt
         self.paths = RunPaths(config.run_dir)
         self.terminated: str | None = None
         self._origin = time.monotonic()
@@ -105,7 +112,7 @@ class Rank:
         return os.getppid() != self._parent
 
     def watch_signals(self) -> None:
-        """SIGTERM, SIGINT and SIGUSR1 ask for an orderly end: the manager's loop sees to it, for all ranks."""
+        """SIGTERM, SIGINT and SIGUSR1, to any rank, ask for an orderly end: the manager sees to it, for all ranks."""
 
         def terminate(number: int, _frame: FrameType | None) -> None:
             self.terminated = signal.Signals(number).name
@@ -114,8 +121,19 @@ class Rank:
             signal.signal(number, terminate)
 
 
-def run_loop(rank: Rank, loop: RankLoop) -> bool:
-    """Drive a role's loop until it is done. True where it ended as the manager wished, False where it had to be left.
+class Leaving(Enum):
+    """How a rank leaves."""
+
+    TOGETHER = "together"
+    """With all others: MPI is finalised."""
+    ALONE = "alone"
+    """As the manager asked, but a rank is missing: nobody waits for the others."""
+    LOST = "lost"
+    """After an error, or without a word from the manager."""
+
+
+def run_loop(rank: Rank, loop: RankLoop) -> Leaving:
+    """Drive a role's loop until it is done.
 
     An exception on the manager ends the job; on any other rank it is told to the manager, which decides.
     """
@@ -127,16 +145,19 @@ def run_loop(rank: Rank, loop: RankLoop) -> bool:
             now = rank.now()
             busy = frame.deliver(loop, now)
             busy = loop.step(now) or busy
-            frame.attend(loop, now)
+            frame.attend(loop, now, busy)
             if busy:
                 frame.nap_s = SHORTEST_NAP_S
             else:
                 wait_any(loop.channels(), frame.nap_s)
                 frame.nap_s = min(2 * frame.nap_s, LONGEST_NAP_S)
-        return frame.left_alone == ""
+        frame.write_phases(rank.now())
+        if frame.left_alone:
+            return Leaving.LOST
+        return Leaving.TOGETHER if loop.clean else Leaving.ALONE
     except Exception as error:
         _report_failure(rank, error)
-        return False
+        return Leaving.LOST
     finally:
         loop.close()
 
@@ -164,16 +185,19 @@ class _Frame:
             if source == MANAGER:
                 self._heard_manager = now
             if isinstance(message, Shutdown):
-                loop.done = True
+                loop.done, loop.clean = True, message.clean
             elif not isinstance(message, ManagerAlive):
                 loop.receive(source, message, now)
         return bool(messages)
 
-    def attend(self, loop: RankLoop, now: float) -> None:
+    def attend(self, loop: RankLoop, now: float, busy: bool) -> None:
         """Heartbeat, record, and the reasons to leave that are no message."""
-        self._account(loop, now)
+        self._account(loop, now, busy)
         if self.rank.world.rank != MANAGER:
             self._beat(loop, now)
+            if self.rank.terminated is not None:
+                self.rank.tell_manager(StopRequested(f"{self.rank.name} got {self.rank.terminated}"))
+                self.rank.terminated = None
             if now - self._heard_manager > self.rank.config.job.silence_timeout_s:
                 self.left_alone = f"the manager has said nothing for {now - self._heard_manager:.0f} s"
         if self.rank.parent_is_gone():
@@ -190,18 +214,22 @@ class _Frame:
             self._next_beat = now + self.rank.config.job.heartbeat_s
             self.rank.tell_manager(Heartbeat(self.rank.world.rank, waiting_for, now - self._waiting_since))
 
-    def _account(self, loop: RankLoop, now: float) -> None:
-        phase = loop.phase()
+    def write_phases(self, now: float) -> None:
+        """A row for each phase since the last ones."""
+        if self.rank.record is not None:
+            for name, seconds in self._phase_seconds.items():
+                self.rank.record.add("phases", time_s=now, phase=name, seconds=seconds)
+        self._phase_seconds.clear()
+
+    def _account(self, loop: RankLoop, now: float, busy: bool) -> None:
+        phase = loop.phase(busy)
         self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + now - self._phase_since
         self._phase_since = now
-        record = self.rank.record
-        if record is None or now < self._next_phase_row:
-            return
-        self._next_phase_row = now + self.rank.config.record.flush_s
-        for name, seconds in self._phase_seconds.items():
-            record.add("phases", time_s=now, phase=name, seconds=seconds)
-        self._phase_seconds.clear()
-        record.flush_if_due(now)
+        if now >= self._next_phase_row:
+            self._next_phase_row = now + self.rank.config.record.flush_s
+            self.write_phases(now)
+            if self.rank.record is not None:
+                self.rank.record.flush_if_due(now)
 
 
 def _report_failure(rank: Rank, error: Exception) -> None:
@@ -211,11 +239,18 @@ def _report_failure(rank: Rank, error: Exception) -> None:
         traceback.print_exc(file=log)
     print(f"{rank.name}: {text}", file=sys.stderr, flush=True)
     if rank.world.rank != MANAGER:
-        try:
+        with contextlib.suppress(LaminarError):  # the line on stderr is what is left
             rank.tell_manager(Failure(rank.world.rank, rank.me.role.value, text))
-            rank.mail.flush(FAREWELL_S)
-        except LaminarError:
-            pass  # the line on stderr is what is left
+            _await_shutdown(rank)
+
+
+def _await_shutdown(rank: Rank) -> None:
+    """A rank that leaves before the others makes the launcher kill them: let the manager close the books first."""
+    deadline_s = rank.now() + FAREWELL_S
+    while rank.now() < deadline_s and not rank.parent_is_gone():
+        if any(isinstance(message, Shutdown) for _, message in rank.mail.poll()):
+            return
+        wait_any([], LONGEST_NAP_S)
 
 
 def say_goodbye(rank: Rank) -> None:

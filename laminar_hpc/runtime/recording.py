@@ -25,14 +25,13 @@ from laminar_hpc.record import provenance
 from laminar_hpc.record.schema import METRICS
 from laminar_hpc.record.writer import RecordWriter
 from laminar_hpc.runtime.rank import Rank
-from laminar_hpc.runtime.settings import controller_settings
 from laminar_hpc.weights.digest import image_digest
 
 
 def open_record(rank: Rank) -> RecordWriter:
     """This rank's record file, with what every file says about the run."""
     config = rank.config
-    settings = msgspec.json.encode(controller_settings(config, rank.attempt)).decode()
+    settings = msgspec.json.encode(rank.settings).decode()
     metadata = provenance.gather(config, settings, clock_zero_unix_s=time.time() - rank.now())
     role, number = rank.me.role.value, rank.world.rank
     path = rank.paths.record(rank.attempt, number, role)
@@ -81,6 +80,7 @@ class ManagerRecord:
                     for trajectory in command.trajectories:
                         self._writer.add("trajectories", **msgspec.structs.asdict(trajectory))
                     for group in command.groups:
+                        self._handed_out.discard(group.group)
                         self._writer.add("groups", **msgspec.structs.asdict(group))
                 case ReportStep():
                     self._step(command)
@@ -92,7 +92,7 @@ class ManagerRecord:
     def ended(self, command: EndJob, now: float) -> None:
         """The job is over; an end that is no success is a row among the failures."""
         if command.outcome != "finished":
-            self._writer.add("failures", time_s=now, rank=-1, text=f"{command.outcome}: {command.reason}")
+            self._writer.add("failures", time_s=now, rank=None, text=f"{command.outcome}: {command.reason}")
 
     def tokens(self, blocks: list[Block]) -> None:
         """The tokens of a trajectory that is about to be dropped."""
@@ -116,7 +116,7 @@ class ManagerRecord:
             "publications",
             version=command.version,
             attempt=self._attempt,
-            step=self._step_of_version[command.version],
+            step=self._step_of_version.pop(command.version),
             time_s=now,
             digest=int.from_bytes(image_digest(command.digests), "little"),
             nbytes=self.image_nbytes,

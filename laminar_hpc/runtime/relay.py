@@ -19,9 +19,11 @@ class RelayLoop:
 
     def __init__(self, rank: Rank) -> None:
         self.done = False
+        self.clean = True
         self._rank = rank
         self._forwarder: Forwarder | None = None
         self._lender: Lender | None = None
+        self._early: list[tuple[int, AnyRecord]] = []
 
     def start(self, now: float) -> None:
         """Say hello."""
@@ -31,9 +33,13 @@ class RelayLoop:
         """Take one message."""
         if isinstance(message, Manifest):
             self._begin(message)
+            for early_source, early in self._early:
+                self.receive(early_source, early, now)
+            self._early.clear()
             return
         if self._forwarder is None or self._lender is None:
-            raise ProtocolError(f"{self._rank.name}: {type(message).__name__} from rank {source} before the manifest")
+            self._early.append((source, message))  # from another relay, which had its manifest sooner
+            return
         match message:
             case Broadcast():
                 self._forwarder.start(message, now)
@@ -64,7 +70,7 @@ class RelayLoop:
         """What this relay waits for."""
         return "the manifest" if self._forwarder is None else self._forwarder.waiting_for
 
-    def phase(self) -> str:
+    def phase(self, busy: bool) -> str:
         """Whether chunks are under way."""
         return "transfer" if self._forwarder is not None and self._forwarder.busy else "idle"
 

@@ -7,13 +7,15 @@ streaming what there is to the store -> grade -> finished.
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Abort, Generate, Pull
+from laminar_hpc.protocol.commands import Generate, Pull
 from laminar_hpc.protocol.events import Finished, Loaded, Progress, RankLost, RolloutReady, Streamed
 from laminar_hpc.protocol.peer import (
-    AbortTrajectories,
     AddTrajectory,
     Append,
     EngineOutput,
@@ -27,12 +29,17 @@ from laminar_hpc.protocol.peer import (
     WeightsLoaded,
     WorkerError,
 )
-from laminar_hpc.protocol.trajectory import Block, Source, Stop, TrajectorySpec
+from laminar_hpc.protocol.trajectory import Block, Purpose, Source, Stop, TrajectorySpec, Verdict
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.rollout import worker as engine_worker
 from laminar_hpc.runtime.rank import MANAGER, Rank
 from laminar_hpc.tasks.grader import Grader, Outcome
 from laminar_hpc.weights.pull import Puller
+
+RESTART_WINDOW_S = 600.0
+"""Crashes of the engine further back than this count no longer."""
+
+LONGEST_BACK_OFF_S = 30.0
 
 
 class _Active:
@@ -43,11 +50,13 @@ class _Active:
         self.version = version
         self.prompt = b""
         self.response: list[bytes] = []
+        self.response_tokens = 0
         self.stop: Stop | None = None
 
-    @property
-    def response_tokens(self) -> int:
-        return sum(len(part) for part in self.response) // 4
+    def extend(self, tokens: bytes) -> None:
+        """Response tokens (int32) have been generated, or were there already."""
+        self.response.append(tokens)
+        self.response_tokens += len(tokens) // 4
 
 
 class RolloutLoop:
@@ -55,14 +64,19 @@ class RolloutLoop:
 
     def __init__(self, rank: Rank) -> None:
         self.done = False
+        self.clean = True
         self._rank = rank
         self._config = rank.config.model_dump_json().encode()
         self._incarnation = 0
         self._engine: Worker | None = None
         self._engine_up = False
+        self._engine_heard_s = 0.0
+        self._start_engine_at: float | None = None
+        self._crashes: deque[float] = deque()
         self._manifest: Manifest | None = None
         self._grader = Grader(rank.config, rank.log_path("task"))
         self._active: dict[int, _Active] = {}
+        self._encoding: dict[tuple[Purpose, int], list[int]] = {}
         self._fetching: dict[int, list[int]] = {}
         self._requests = 0
         self._pull_since: float | None = None
@@ -81,9 +95,9 @@ class RolloutLoop:
         match message:
             case Manifest():
                 self._manifest = message
-                self._start_engine()
+                self._start_engine_at = now
             case Generate():
-                self._generate(message)
+                self._generate(message, now)
             case Pull():
                 if message.incarnation == self._incarnation:
                     self._pull_since = now
@@ -92,29 +106,31 @@ class RolloutLoop:
                 self._load(message, now)
             case Fetched():
                 self._resume(message)
-            case Abort():
-                self._abort(message)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
     def step(self, now: float) -> bool:
-        """Pass on what the workers have said."""
+        """Pass on what the workers have said, and start the engine when it is due."""
         outcomes = self._grader.poll(now)
         for outcome in outcomes:
-            self._graded(outcome)
-        return self._hear_engine(now) or bool(outcomes)
+            self._answered(outcome)
+        heard = self._hear_engine(now)
+        self._watch_engine(now)
+        if self._start_engine_at is not None and now >= self._start_engine_at:
+            self._start_engine(now)
+        return heard or bool(outcomes)
 
     def waiting_for(self) -> str:
         """What this rollout waits for."""
         if not self._engine_up:
-            return "its engine to start" if self._engine is not None else "the manifest"
+            return "the manifest" if self._manifest is None else "its engine to start"
         if self._pull_since is not None:
             return self._puller.waiting_for or "its engine to load weights"
         if self._grader.waiting_for():
             return self._grader.waiting_for()
         return "" if self._active else "prompts from the manager"
 
-    def phase(self) -> str:
+    def phase(self, busy: bool) -> str:
         """Of generate, pull, grade, idle: where its time goes."""
         if self._pull_since is not None:
             return "pull"
@@ -137,49 +153,46 @@ class RolloutLoop:
 
     # --- messages from other ranks ----------------------------------------------------------------------------------
 
-    def _start_engine(self) -> None:
-        assert self._manifest is not None
-        self._engine = Worker("engine", engine_worker.main, self._rank.log_path("engine"))
-        self._engine.send(StartEngine(self._config, self._manifest))
-
-    def _generate(self, command: Generate) -> None:
+    def _generate(self, command: Generate, now: float) -> None:
         if command.incarnation != self._incarnation:
             return  # for an engine that is no more; the manager has been told that it was lost
+        self._engine_heard_s = now
         resumed = []
         for spec in command.trajectories:
             self._active[spec.id] = _Active(spec, command.version)
             if spec.resume_tokens:
                 resumed.append(spec.id)
             else:
-                self._grader.encode(spec.id, spec.purpose, spec.prompt)
+                self._encode(spec)
         if resumed:
             self._requests += 1
             self._fetching[self._requests] = resumed
             self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, resumed))
 
-    def _resume(self, message: Fetched) -> None:
-        for trajectory, blocks in zip(self._fetching.pop(message.request, []), message.blocks, strict=True):
-            active = self._active.get(trajectory)
-            if active is None:
-                continue
-            active.prompt = b"".join(block.tokens for block in blocks if block.source is Source.PROMPT)
-            active.response = [block.tokens for block in blocks if block.source is not Source.PROMPT]
-            self._add(active)
+    def _encode(self, spec: TrajectorySpec) -> None:
+        """Ask for the prompt's tokens, once for all members of a group."""
+        waiting = self._encoding.setdefault((spec.purpose, spec.prompt), [])
+        if not waiting:
+            self._grader.encode(spec.id, spec.purpose, spec.prompt)
+        waiting.append(spec.id)
 
-    def _abort(self, command: Abort) -> None:
-        if command.incarnation != self._incarnation:
-            return
-        for trajectory in command.trajectories:
-            self._active.pop(trajectory, None)
-        self._grader.forget(command.trajectories)
-        if self._engine is not None:
-            self._engine.send(AbortTrajectories(command.trajectories))
+    def _resume(self, message: Fetched) -> None:
+        asked = self._fetching.pop(message.request, None)
+        if asked is None:
+            return  # asked for by an engine that is no more
+        for trajectory, blocks in zip(asked, message.blocks, strict=True):
+            active = self._active[trajectory]
+            active.prompt = b"".join(block.tokens for block in blocks if block.source is Source.PROMPT)
+            for block in blocks:
+                if block.source is not Source.PROMPT:
+                    active.extend(block.tokens)
+            self._add(active)
 
     def _load(self, lease: Lease, now: float) -> None:
         wanted = self._puller.lent(lease)
-        if wanted is not None and self._engine is not None:
-            self._loading_since = now
-            self._engine.send(LoadWeights(wanted))
+        if wanted is not None:
+            self._loading_since = self._engine_heard_s = now
+            self._tell_engine(LoadWeights(wanted))
 
     # --- what the workers say ---------------------------------------------------------------------------------------
 
@@ -189,8 +202,10 @@ class RolloutLoop:
         try:
             messages = self._engine.receive_all()
         except ChannelClosed:
-            self._lost_engine("its engine's process has ended")
+            self._lost_engine("its engine's process has ended", now)
             return True
+        if messages:
+            self._engine_heard_s = now
         for message in messages:
             match message:
                 case EngineUp():
@@ -201,7 +216,7 @@ class RolloutLoop:
                 case WeightsLoaded():
                     self._loaded(message, now)
                 case WorkerError():
-                    self._lost_engine(message.text)
+                    self._lost_engine(message.text, now)
                     return True
                 case _:
                     raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from its engine")
@@ -225,20 +240,17 @@ class RolloutLoop:
         progress = []
         for block in blocks:
             active = self._active[block.trajectory]
-            active.response.append(block.tokens)
+            active.extend(block.tokens)
             progress.append(Progress(block.trajectory, active.response_tokens))
-        if blocks:
-            self._rank.tell_manager(Append(rank, incarnation, blocks))
-        self._rank.tell_manager(
-            Streamed(
-                rank=rank,
-                incarnation=incarnation,
-                progress=progress,
-                kv_use=output.kv_use,
-                running=output.running,
-                waiting=output.waiting,
-            )
+        streamed = Streamed(
+            rank=rank,
+            incarnation=incarnation,
+            progress=progress,
+            kv_use=output.kv_use,
+            running=output.running,
+            waiting=output.waiting,
         )
+        self._rank.tell_manager(Append(rank, incarnation, blocks, streamed))
         if self._rank.record is not None:
             self._rank.record.add(
                 "engine",
@@ -282,50 +294,96 @@ class RolloutLoop:
                 digest=int.from_bytes(message.digest, "little"),
             )
 
-    def _graded(self, outcome: Outcome) -> None:
-        active = self._active.get(outcome.trajectory)
-        if active is None:
-            return
+    def _answered(self, outcome: Outcome) -> None:
+        """The task worker has made a prompt, or could not, or has graded a response, or could not."""
+        first = self._active[outcome.trajectory]
+        prompt = (first.spec.purpose, first.spec.prompt)
         if outcome.tokens is not None:
-            active.prompt = outcome.tokens
-            block = Block(active.spec.id, 0, Source.PROMPT, None, outcome.tokens)
-            self._rank.tell_manager(Append(self._rank.world.rank, self._incarnation, [block]))
-            self._add(active)
-            return
-        assert outcome.verdict is not None
-        del self._active[outcome.trajectory]
+            actives = [self._active[trajectory] for trajectory in self._encoding.pop(prompt)]
+            blocks = [Block(active.spec.id, 0, Source.PROMPT, None, outcome.tokens) for active in actives]
+            self._rank.tell_manager(Append(self._rank.world.rank, self._incarnation, blocks))
+            for active in actives:
+                active.prompt = outcome.tokens
+                self._add(active)
+        elif outcome.verdict is Verdict.NO_PROMPT:
+            for trajectory in self._encoding.pop(prompt):
+                self._finish(trajectory, Verdict.NO_PROMPT, 0.0)
+        else:
+            assert outcome.verdict is not None
+            self._finish(outcome.trajectory, outcome.verdict, outcome.reward)
+
+    def _finish(self, trajectory: int, verdict: Verdict, reward: float) -> None:
+        active = self._active.pop(trajectory)
         self._rank.tell_manager(
             Finished(
                 rank=self._rank.world.rank,
                 incarnation=self._incarnation,
-                trajectory=outcome.trajectory,
+                trajectory=trajectory,
                 version=active.version,
                 prompt_tokens=len(active.prompt) // 4,
                 response_tokens=active.response_tokens,
                 stop=active.stop,
-                verdict=outcome.verdict,
-                reward=outcome.reward,
+                verdict=verdict,
+                reward=reward,
             )
         )
 
     def _add(self, active: _Active) -> None:
-        if self._engine is not None:
-            self._engine.send(AddTrajectory(active.spec, active.prompt, b"".join(active.response)))
+        self._tell_engine(AddTrajectory(active.spec, active.prompt, b"".join(active.response)))
 
-    def _lost_engine(self, reason: str) -> None:
+    # --- the engine's process ---------------------------------------------------------------------------------------
+
+    def _start_engine(self, now: float) -> None:
+        assert self._manifest is not None
+        self._start_engine_at = None
+        self._engine_heard_s = now
+        self._engine = Worker("engine", engine_worker.main, self._rank.log_path("engine"))
+        self._tell_engine(StartEngine(self._config, self._manifest))
+
+    def _tell_engine(self, message: AnyRecord) -> None:
+        """Where the engine's process has just ended, the next look at it finds out, with its last words."""
+        if self._engine is not None:
+            with contextlib.suppress(ChannelClosed):
+                self._engine.send(message)
+
+    def _watch_engine(self, now: float) -> None:
+        """An engine that has something to do and says nothing for too long counts as lost."""
+        if self._engine is None:
+            return
+        silent_s = now - self._engine_heard_s
+        generating = any(active.prompt and active.stop is None for active in self._active.values())
+        if not self._engine_up:
+            bound_s, what = self._rank.config.job.start_timeout_s, "did not come up"
+        elif generating or self._pull_since is not None:
+            bound_s, what = self._rank.config.rollout.timeout_s, "said nothing, with work to do,"
+        else:
+            return
+        if silent_s > bound_s:
+            self._lost_engine(f"its engine {what} for {silent_s:.0f} s", now)
+
+    def _lost_engine(self, reason: str, now: float) -> None:
         """Start the engine again, as the next incarnation: all it held is lost, the store has what it streamed."""
         rank = self._rank
         if self._engine is not None:
             self._engine.kill()
-        if self._incarnation >= rank.config.job.worker_restarts:
-            raise EngineError(f"the engine was lost {self._incarnation + 1} times; the last time: {reason}")
+            self._engine = None
+        while self._crashes and self._crashes[0] < now - RESTART_WINDOW_S:
+            self._crashes.popleft()
+        self._crashes.append(now)
+        crashes = len(self._crashes)
+        if crashes > rank.config.job.worker_restarts:
+            raise EngineError(
+                f"the engine was lost {crashes} times within {RESTART_WINDOW_S:.0f} s; the last time: {reason}; "
+                f"see {rank.log_path('engine')}"
+            )
         if self._engine_up:  # else the manager does not know of this incarnation
             rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
         self._incarnation += 1
         self._engine_up = False
+        self._start_engine_at = now + (0.0 if crashes == 1 else min(2.0 ** (crashes - 1), LONGEST_BACK_OFF_S))
         self._active.clear()
+        self._encoding.clear()
         self._fetching.clear()
         self._pull_since = None
         self._puller.drop()
         self._grader.forget_all()
-        self._start_engine()

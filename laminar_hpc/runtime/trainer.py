@@ -6,6 +6,7 @@ published weights in memory that it shares with the worker, and serves them to t
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 from laminar_hpc.errors import EngineError, ProtocolError
@@ -39,6 +40,7 @@ class TrainerLoop:
 
     def __init__(self, rank: Rank) -> None:
         self.done = False
+        self.clean = True
         self._rank = rank
         self._worker: Worker | None = None
         self._publisher: Publisher | None = None
@@ -75,7 +77,7 @@ class TrainerLoop:
             case Release():
                 self._require_publisher().release(message.version)
             case Rendezvous():
-                self._require_worker().send(message)
+                self._tell_worker(message)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
@@ -103,7 +105,7 @@ class TrainerLoop:
             case Publish(version=version):
                 return f"memory to publish version {version}: the master relay still fetches an older one"
 
-    def phase(self) -> str:
+    def phase(self, busy: bool) -> str:
         """Of train, publish, wait: where its worker's time goes."""
         match self._at:
             case Train():
@@ -134,6 +136,11 @@ class TrainerLoop:
             raise ProtocolError(f"{self._rank.name}: no worker")
         return self._worker
 
+    def _tell_worker(self, message: AnyRecord) -> None:
+        """Where the worker has just ended, the next look at it finds out, with its last words."""
+        with contextlib.suppress(ChannelClosed):
+            self._require_worker().send(message)
+
     def _own(self, train: Train) -> list[int]:
         return [sample.trajectory for sample in train.samples if sample.trainer == self._rank.me.index]
 
@@ -151,7 +158,7 @@ class TrainerLoop:
                 blocks = self._payload.pop((work.step, work.minibatch), None)
                 if blocks is None:
                     return False
-                self._require_worker().send(
+                self._tell_worker(
                     TrainOn(
                         step=work.step,
                         minibatch=work.minibatch,
@@ -167,14 +174,13 @@ class TrainerLoop:
                 request = self._publisher.begin(work.version)
                 if request is None:
                     return False
-                self._require_worker().send(request)
+                self._tell_worker(request)
         self._at = self._work.popleft()
         return True
 
     def _hear_worker(self) -> bool:
-        worker = self._require_worker()
         try:
-            messages = worker.receive_all()
+            messages = self._require_worker().receive_all()
         except ChannelClosed as error:
             raise EngineError(f"the trainer's worker has ended; see {self._rank.log_path('worker')}") from error
         for message in messages:
@@ -189,7 +195,9 @@ class TrainerLoop:
                 case WeightsWritten():
                     self._written(message)
                 case WorkerError():
-                    raise EngineError(f"the trainer's worker failed: {message.text}")
+                    raise EngineError(
+                        f"the trainer's worker failed: {message.text}; see {self._rank.log_path('worker')}"
+                    )
                 case _:
                     raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from its worker")
         return bool(messages)

@@ -96,13 +96,16 @@ class TorchTrainer:
             return
         low = self._manifest.chunk_range(first_chunk)[0]
         high = self._manifest.chunk_range(first_chunk + chunks - 1)[1]
-        image[:] = 0
+        filled = low
         for entry in self._manifest.tensors:
             start, end = max(low, entry.offset), min(high, entry.offset + entry.nbytes)
             if start < end:
                 data = self._parameters[entry.name].detach().reshape(-1).view(torch.uint8)
                 piece = data[start - entry.offset : end - entry.offset].cpu().numpy()
+                image[filled - low : start - low] = 0  # the gap that aligns the tensor
                 image[start - low : end - low] = piece
+                filled = end
+        image[filled - low :] = 0
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
         lengths = [int(sequence.loss_mask.sum()) for sequence in sequences]

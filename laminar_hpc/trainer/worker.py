@@ -7,11 +7,11 @@ drivers: the first worker opens a store and says its address, the others are tol
 from __future__ import annotations
 
 import datetime
-import socket
 import time
+from typing import TYPE_CHECKING
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import ProtocolError
+from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.process.memory import map_writable
 from laminar_hpc.protocol.peer import (
@@ -25,11 +25,15 @@ from laminar_hpc.protocol.peer import (
     WeightsWritten,
     WriteWeights,
 )
+from laminar_hpc.trainer.address import host_address, set_gloo_interface
 from laminar_hpc.trainer.api import TrainingEngine
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
 from laminar_hpc.weights.digest import range_digests
 from laminar_hpc.weights.manifest import range_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def main(channel: Channel) -> None:
@@ -78,33 +82,51 @@ def _write(engine: TrainingEngine, manifest: Manifest, message: WriteWeights) ->
 
 
 def _join(channel: Channel, config: Config, trainer: int, trainers: int) -> None:
-    """Set the number of threads, and meet the other trainers' workers, each wait bounded by `job.start_timeout_s`."""
+    """Set the number of threads, and meet the other trainers' workers within `job.start_timeout_s`.
+
+    From then on a trainer may wait for the others, whose shares may be larger, for `job.stall_timeout_s`.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(config.job.threads)
     if trainers == 1:
         return
-    timeout = datetime.timedelta(seconds=config.job.start_timeout_s)
+    store = _open_store(channel, config.job.start_timeout_s, trainer, trainers)
+    patience = datetime.timedelta(seconds=config.job.stall_timeout_s)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    set_gloo_interface()
+    dist.init_process_group(backend, store=store, rank=trainer, world_size=trainers, timeout=patience)
+
+
+def _open_store(channel: Channel, timeout_s: float, trainer: int, trainers: int) -> Store:
+    """The store of the first trainer's worker, with all of them there; each wait is bounded by `timeout_s`."""
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=timeout_s)
     if trainer == 0:
-        host = _own_address()
+        host = host_address()
         store = dist.TCPStore(host, 0, trainers, is_master=True, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         channel.send(Rendezvous(host, store.port))
     else:
-        place = channel.receive(config.job.start_timeout_s)
+        place = channel.receive(timeout_s)
         if not isinstance(place, Rendezvous):
             raise ProtocolError(
                 f"trainer worker {trainer}: no word of where the trainers meet within job.start_timeout_s = "
-                f"{config.job.start_timeout_s:g} s"
+                f"{timeout_s:g} s"
             )
         store = dist.TCPStore(place.host, place.port, trainers, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=trainer, world_size=trainers, timeout=timeout)
+    store.set(_key(trainer), "")
+    for other in range(trainers):
+        try:
+            store.wait([_key(other)], timeout)
+        except dist.DistStoreError as error:
+            raise EngineError(
+                f"trainer worker {trainer}: trainer {other} has not come to the meeting within job.start_timeout_s = "
+                f"{timeout_s:g} s"
+            ) from error
+    return store
 
 
-def _own_address() -> str:
-    """This host's address as other hosts reach it; the loopback one where the host name has none."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+def _key(trainer: int) -> str:
+    return f"trainer {trainer} is here"

@@ -13,9 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import EngineError
-from laminar_hpc.protocol.peer import Manifest
-
-DIGEST_BYTES = 8
+from laminar_hpc.protocol.peer import DIGEST_BYTES, Manifest
 
 _ZEROS = np.zeros(4096, dtype=np.uint8)
 

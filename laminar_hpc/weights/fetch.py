@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transfer, Transport
 from laminar_hpc.protocol.commands import Broadcast
-from laminar_hpc.protocol.peer import ChunkRequest, Manifest
+from laminar_hpc.protocol.peer import DIGEST_BYTES, ChunkRequest, Manifest
 from laminar_hpc.protocol.wire import AnyRecord
-from laminar_hpc.weights.digest import DIGEST_BYTES, chunk_digest
+from laminar_hpc.weights.digest import chunk_digest
 
 SendMail = Callable[[int, AnyRecord], None]
 """Sends a message to a rank, without waiting."""
@@ -82,14 +82,18 @@ class Fetch:
         """Whether `chunk` is there and right."""
         return bool(self._has[chunk])
 
-    def poll(self) -> None:
-        """Take what has arrived, ask for more."""
+    def poll(self) -> bool:
+        """Take what has arrived, ask for more; whether there was anything to do."""
+        moved = False
         for asked in self._asked[:]:
             if asked.transfer.done():
                 self._asked.remove(asked)
                 self._take(asked)
+                moved = True
         while self._to_ask and len(self._asked) < self._window:
             self._ask(*self._to_ask.popleft(), attempt=0)
+            moved = True
+        return moved
 
     def stop(self) -> bool:
         """Take back all receives; False while one of them cannot be, then call again."""

@@ -25,8 +25,7 @@ from typing import NamedTuple
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.commands import Broadcast
-from laminar_hpc.protocol.peer import ChunkRequest, LeaseReturn, Manifest
-from laminar_hpc.weights.digest import DIGEST_BYTES
+from laminar_hpc.protocol.peer import DIGEST_BYTES, ChunkRequest, LeaseReturn, Manifest
 from laminar_hpc.weights.fetch import Fetch, SendMail
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import check_shares
@@ -73,6 +72,8 @@ class Forwarder:
         self._last: int | None = None
         self._queue: deque[_Task] = deque()  # the first one is being fetched if there is a fetch
         self._fetch: Fetch | None = None
+        self.moved = False
+        """Whether the last `poll` moved anything; where it did not, a caller may pause before the next one."""
 
     @property
     def busy(self) -> bool:
@@ -112,11 +113,12 @@ class Forwarder:
     def poll(self, now: float) -> list[Held]:
         """Move on, without waiting; the versions that have become complete."""
         held: list[Held] = []
+        self.moved = False
         while self._queue and self._advance():
             task = self._queue.popleft()
             self._fetch = None
             held.append(Held(task.broadcast.version, now - task.started_s, self._manifest.nbytes))
-        self._server.poll(self._written)
+        self.moved |= self._server.poll(self._written)
         return held
 
     def stop(self) -> bool:
@@ -139,10 +141,10 @@ class Forwarder:
         if self._fetch is None and not self._begin(task):
             return False
         assert self._fetch is not None
-        self._fetch.poll()
+        self.moved |= self._fetch.poll()
         if not self._fetch.complete:
             return False
-        self.image.complete(version, task.broadcast.digests)
+        self.image.complete(version)
         if task.upstream is not None:
             self._send_mail(task.upstream, LeaseReturn(rank=self._transport.rank, version=version))
         return True

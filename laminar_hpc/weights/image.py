@@ -37,7 +37,6 @@ class _Slot:
     def clear(self) -> None:
         self.state = SlotState.EMPTY
         self.version: int | None = None
-        self.digests = b""
         self.leases: Counter[int] = Counter()
 
 
@@ -46,7 +45,7 @@ class Image:
 
     One process owns the image and calls its methods; others only read (or, for a trainer's worker, fill) bytes.
 
-    * The filler: `begin_fill`, write the bytes, `complete` or `abandon`.
+    * The filler: `begin_fill`, write the bytes, `complete`.
     * A reader of the newest version: `lease`, read, `give_back`. A borrower is a rank and may hold several leases.
     * A reader of one version, complete or not: `hold`, read those bytes that it knows are written, `give_back`.
 
@@ -100,17 +99,12 @@ class Image:
         slot.state, slot.version = SlotState.FILLING, version
         return self._view(slot)
 
-    def complete(self, version: int, digests: bytes) -> None:
-        """All bytes of `version` are written, and have these digests; it becomes READY and keeps its holds."""
-        slot = self._slot(version, SlotState.FILLING)
-        slot.state, slot.digests = SlotState.READY, digests
-
-    def abandon(self, version: int) -> None:
-        """Stop filling `version`: its slot is EMPTY again. Nobody may hold it."""
-        slot = self._slot(version, SlotState.FILLING)
-        if slot.leases:
-            raise ProtocolError(f"image: version {version} cannot be abandoned, ranks {sorted(slot.leases)} hold it")
-        slot.clear()
+    def complete(self, version: int) -> None:
+        """All bytes of `version` are written; it becomes READY and keeps its holds."""
+        slot = self._slot(version)
+        if slot.state is not SlotState.FILLING:
+            raise ProtocolError(f"image: version {version} is complete already; held are {self.describe()}")
+        slot.state = SlotState.READY
 
     # --- readers ------------------------------------------------------------------------------------------------
 
@@ -167,10 +161,6 @@ class Image:
         """Where the bytes of `version` begin in the memory at `path`."""
         return self._slot(version).offset
 
-    def digests_of(self, version: int) -> bytes:
-        """The digests that READY `version` was completed with."""
-        return self._slot(version, SlotState.READY).digests
-
     def close(self) -> None:
         """Give the memory up; it is freed when nobody has it mapped any more. Calling it again does nothing."""
         self._bytes = None
@@ -187,11 +177,10 @@ class Image:
     def _find(self, version: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.version == version), None)
 
-    def _slot(self, version: int, state: SlotState | None = None) -> _Slot:
+    def _slot(self, version: int) -> _Slot:
         slot = self._find(version)
-        if slot is None or (state is not None and slot.state is not state):
-            wanted = "held" if state is None else state.value
-            raise ProtocolError(f"image: version {version} is not {wanted}; held are {self.describe()}")
+        if slot is None:
+            raise ProtocolError(f"image: version {version} is not held; held are {self.describe()}")
         return slot
 
     def _free_slot(self, newest: int | None) -> _Slot | None:

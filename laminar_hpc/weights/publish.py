@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
-from laminar_hpc.protocol.peer import ChunkRequest, Manifest, WeightsWritten, WriteWeights
-from laminar_hpc.weights.digest import DIGEST_BYTES
+from laminar_hpc.protocol.peer import DIGEST_BYTES, ChunkRequest, Manifest, WeightsWritten, WriteWeights
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.manifest import range_bytes
 from laminar_hpc.weights.reshard import share
@@ -26,6 +25,8 @@ class Publisher:
         self._image = Image.create(range_bytes(manifest, self.first_chunk, self.chunks), slots)
         self._server = ChunkServer(transport, self._image, manifest, self.first_chunk, self.chunks)
         self._held: set[int] = set()
+        self.moved = False
+        """Whether the last `poll` moved anything; where it did not, a caller may pause before the next one."""
 
     @property
     def busy(self) -> bool:
@@ -51,13 +52,9 @@ class Publisher:
                 f"trainer rank {self._rank}: version {message.version} came with {len(message.digests)} bytes of digests, "
                 f"{self.chunks * DIGEST_BYTES} are right for {self.chunks} chunks"
             )
-        self._image.complete(message.version, message.digests)
+        self._image.complete(message.version)
         self._image.hold(self._rank, message.version)
         self._held.add(message.version)
-
-    def abandon(self, version: int) -> None:
-        """The worker did not write `version` and will not; it may be begun again."""
-        self._image.abandon(version)
 
     def release(self, version: int) -> None:
         """The memory of `version` may be reused."""
@@ -74,7 +71,7 @@ class Publisher:
 
     def poll(self) -> None:
         """Move on; never waits."""
-        self._server.poll(written=lambda _version, _chunk: False)
+        self.moved = self._server.poll(written=lambda _version, _chunk: False)
 
     def close(self) -> None:
         """Give the memory up."""

@@ -103,4 +103,4 @@ class Lender:
 
     def _lease(self, version: int) -> Lease:
         image = self._image
-        return Lease(version, image.path, image.offset_of(version), image.digests_of(version))
+        return Lease(version, image.path, image.offset_of(version))

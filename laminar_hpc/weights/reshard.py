@@ -28,7 +28,8 @@ def check_shares(shares: Iterable[Share], chunks: int) -> None:
             continue
         if part.chunks < 0 or part.first_chunk != expected:
             raise ProtocolError(
-                f"share of rank {part.rank}: {part.chunks} chunks from {part.first_chunk} on, expected chunk {expected} next"
+                f"the share of rank {part.rank} (trainer) has {part.chunks} chunks from chunk {part.first_chunk} on, "
+                f"where chunk {expected} was due"
             )
         expected += part.chunks
     if expected != chunks:

@@ -42,19 +42,23 @@ class ChunkServer:
             raise self._refusal(request, f"it has chunks {self._chunks.start} to {self._chunks.stop - 1}")
         self._waiting.append(request)
 
-    def poll(self, written: Callable[[int, int], bool]) -> None:
-        """Take note of sends that are done, and begin those that can be."""
+    def poll(self, written: Callable[[int, int], bool]) -> bool:
+        """Take note of sends that are done, and begin those that can be; whether there were any."""
+        moved = False
         for sending in self._sending[:]:
             if sending.transfer.done():
                 self._sending.remove(sending)
                 self._image.give_back(self._transport.rank, sending.version)
+                moved = True
         still: list[ChunkRequest] = []
         for request in self._waiting:
             if self._there(request, written):
                 self._send(request)
+                moved = True
             else:
                 still.append(request)
         self._waiting = still
+        return moved
 
     def _there(self, request: ChunkRequest, written: Callable[[int, int], bool]) -> bool:
         state = self._image.state(request.version)

@@ -31,6 +31,8 @@ Row = dict[str, Any]
 class Ledger:
     """Rows by rank and table, and the commands and events of the trajectories. `write` makes the files of them.
 
+    `control` is that section of the config, `metadata` goes over what a run writes (None: absent).
+
     Step s (1 first) publishes version s at s * STEP_S and consumes GROUPS groups of GROUP_SIZE; in mode laminar a
     group is one version old when it finishes and one or two when it is consumed, in mode sync it is current.
     """
@@ -40,6 +42,8 @@ class Ledger:
         self.commands: list[Generate] = []
         self.events: list[Finished] = []
         self.steps = steps
+        self.control: Row = {"mode": mode, "steps": max(1, steps)}
+        self.metadata: dict[str, str | None] = {}
         self.mode = mode
         self.state = "finished"
         self.closed = True
@@ -66,11 +70,13 @@ class Ledger:
                 "run_dir": str(run_dir),
                 "job": {"name": "chain sum <b>&"},
                 "model": {"path": "models/tiny"},
-                "control": {"mode": self.mode, "steps": max(1, self.steps)},
+                "control": self.control,
             },
             "test",
         )
         metadata = provenance.gather(config, "{}", clock_zero_unix_s=1_700_000_000.0)
+        changed = {**metadata, **self.metadata}
+        metadata = {key: value for key, value in changed.items() if value is not None}
         for rank, role in ROLE_OF_RANK.items():
             path = run_dir / "records" / schema.file_name(role, rank, 0)
             writer = RecordWriter(str(path), role, rank, 0, metadata, flush_s=1.0)

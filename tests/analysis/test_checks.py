@@ -183,6 +183,24 @@ def test_the_bound_of_the_mode(tmp_path: Path, make_ledger: MakeLedger) -> None:
     assert check.details == ["trajectory 20 was 1 versions old in step 2"]
 
 
+@pytest.mark.parametrize(("allowed", "result"), [(2, Result.HOLDS), (1, Result.VIOLATED)])
+def test_the_bound_of_the_eviction(tmp_path: Path, make_ledger: MakeLedger, allowed: int, result: Result) -> None:
+    ledger = make_ledger(3)
+    ledger.control |= {"eviction": "stale", "max_staleness": allowed}
+    rule = f"staleness at consumption is at most {allowed} (mode laminar, eviction stale)"
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[rule]
+    # from step 3 on, the first of 4 groups of 4 is two versions old
+    assert (check.result, len(check.details)) == (result, 0 if result is Result.HOLDS else 4)
+
+
+def test_a_file_without_a_bound_of_its_own_has_its_modes(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(3, "sync")
+    ledger.metadata = {"staleness_bound": None, "mode": '{"name": "sync", "staleness_bound": 0}'}
+    ledger.table("trajectories")[20]["staleness_consumption"] = 1
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[BOUND]
+    assert check.result is Result.VIOLATED
+
+
 @pytest.mark.parametrize(("closed", "state"), [(False, "finished"), (True, "stopped"), (False, "")])
 def test_what_is_open_when_a_record_ends_in_mid_run_is_listed_and_no_fault(
     tmp_path: Path, make_ledger: MakeLedger, closed: bool, state: str

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from laminar_hpc.analysis.report import ending, print_report, state, write_report
+from laminar_hpc.analysis.report import ending, make_report, print_report, state, write_report
 from laminar_hpc.errors import RecordError
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import open_run
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 def test_the_page_has_checks_figures_and_tables(tmp_path: Path, make_ledger: MakeLedger) -> None:
     run = make_ledger(12).write(tmp_path / "run")
-    path = write_report(run)
+    path = write_report(make_report(run))
     assert path == str(tmp_path / "run" / "report" / "report.html")
     page = Page(path)
     pictures = {name.stem: name.read_bytes() for name in (tmp_path / "run" / "report").glob("*.png")}
@@ -79,10 +79,10 @@ def test_violations_are_on_the_page_and_in_the_terminal(
     ledger.table("pulls", 4)[2]["digest"] ^= 1
     ledger.table("failures").append({"time_s": 3.0, "rank": 4, "text": "<script>alert(1)</script> & more"})
     run = ledger.write(tmp_path / "run")
-    page = Page(write_report(run, str(tmp_path / "elsewhere")))
+    page = Page(write_report(make_report(run), str(tmp_path / "elsewhere")))
     assert page.texts.count("violated") == 1
     assert "<script>alert(1)</script> & more" in page.texts
-    print_report(run)
+    print_report(make_report(run))
     printed = capsys.readouterr().out
     assert "violated" in printed
     assert "<script>alert(1)</script> & more" in printed
@@ -96,21 +96,21 @@ def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "records" / schema.file_name("manager", 0, 0)
     writer = RecordWriter(str(path), "manager", 0, 0, {}, 1.0)
     run = open_run(str(tmp_path))
-    page = Page(write_report(run))
+    page = Page(write_report(make_report(run)))
     assert page.images == []
     assert "The record has no figures yet." in page.texts
     assert "The record has no numbers yet." in page.texts
     assert page.texts.count("not recorded") == 7
     assert "holds" not in page.texts
     assert ending(run) == "no status file; its record ends in mid-run"
-    print_report(run)
+    print_report(make_report(run))
     assert "No step has been trained yet." in capsys.readouterr().out
     writer.close()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_run_of_few_steps(tmp_path: Path, make_ledger: MakeLedger, steps: int) -> None:
-    page = Page(write_report(make_ledger(steps).write(tmp_path / "run")))
+    page = Page(write_report(make_report(make_ledger(steps).write(tmp_path / "run"))))
     assert len(page.images) == len(FIGURES)
 
 
@@ -143,7 +143,7 @@ def test_a_killed_run(tmp_path: Path) -> None:
     run = open_run(str(run_dir))
     assert state(run) == "killed"
     assert ending(run).startswith("killed, without a word, at least ")
-    page = Page(write_report(run))
+    page = Page(write_report(make_report(run)))
     assert len(page.images) == len(FIGURES)
     assert "killed" in page.texts
     assert "group 32 (attempt 0) is open" in page.texts
@@ -155,7 +155,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, make_ledger:
     run = make_ledger(1).write(tmp_path / "run")
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="file/report: cannot be written: Not a directory"):
-        write_report(run, str(tmp_path / "file" / "report"))
+        write_report(make_report(run), str(tmp_path / "file" / "report"))
 
 
 def test_how_it_ended(tmp_path: Path, make_ledger: MakeLedger) -> None:

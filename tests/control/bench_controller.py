@@ -1,16 +1,19 @@
 """How many events the controller handles in a second, in a laminar run with many rollouts.
 
-Usage: python tests/control/bench_controller.py [rollouts] [steps]
+Usage: python tests/control/bench_controller.py [--rollouts N] [--steps N] [--stream-s SECONDS]
 
 The ranks are played in virtual time: responses have lognormal lengths, every rollout streams all that it has begun at a
 fixed interval, training and weights take fixed times. Only CPU time inside `handle` counts. `ahead` is such that all
 rollouts have work.
+
+How often rollouts stream decides what the mix is. A rollout of this bench ends about 3 trajectories a second; the config's
+`rollout.stream_interval_s` has it send 4 `Streamed` a second, with all of its 256 trajectories in each.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
-import sys
 import time
 from collections import Counter
 from itertools import count
@@ -35,11 +38,12 @@ from laminar_hpc.protocol.trajectory import Stop, Verdict
 
 CONCURRENCY, GROUP, PROMPTS, PER_RELAY, TRAINERS = 256, 16, 512, 8, 64
 MEDIAN_S, SPREAD, TOKENS_PER_S = 60.0, 0.8, 30.0
-STREAM_S, TRAIN_S, RELAY_S, LOAD_S = 20.0, 4.0, 1.0, 2.0
+TRAIN_S, RELAY_S, LOAD_S = 4.0, 1.0, 2.0
 
 
 class Bench:
-    def __init__(self, rollouts: int, steps: int) -> None:
+    def __init__(self, rollouts: int, steps: int, stream_s: float) -> None:
+        self.stream_s = stream_s
         self.relays = rollouts // PER_RELAY
         self.settings = Settings(
             mode="laminar",
@@ -63,8 +67,10 @@ class Bench:
         self.working: dict[int, dict[int, float]] = {}
         self.holds: dict[int, int] = {}
         self.trainers_free_s = 0.0
-        self.seconds = 0.0
+        self.now = 0.0
         self.events: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.progress = 0
 
     def at(self, time_s: float, event: Event | int) -> None:
         heapq.heappush(self.due, (time_s, next(self.order), event))
@@ -80,17 +86,18 @@ class Bench:
             rank, relay = first_rollout + place, first_relay + place // PER_RELAY
             self.working[rank] = {}
             self.at(0.0, RolloutReady(rank, 0, str(relay), relay, CONCURRENCY))
-            self.at(STREAM_S * self.random.random(), rank)
+            self.at(self.stream_s * self.random.random(), rank)
         while self.controller.outcome is None:
-            now, _, event = heapq.heappop(self.due)
+            self.now, _, event = heapq.heappop(self.due)
             if isinstance(event, int):
-                self.at(now + STREAM_S, event)
-                event = self.stream(event, now)
-            self.hear(event, now)
+                self.at(self.now + self.stream_s, event)
+                event = self.stream(event, self.now)
+            self.hear(event, self.now)
 
     def stream(self, rank: int, now: float) -> Event:
         begun = self.working[rank]
         progress = [Progress(id, int((now - begun_s) * TOKENS_PER_S)) for id, begun_s in begun.items()]
+        self.progress += len(progress)
         return Streamed(rank, 0, progress, 0.9, len(progress), 0)
 
     def hear(self, event: Event, now: float) -> None:
@@ -98,10 +105,11 @@ class Bench:
             del self.working[event.rank][event.trajectory]
         elif isinstance(event, RelayHolds):
             self.holds[event.rank] = event.version
-        self.events[type(event).__name__] += 1
+        kind = type(event).__name__
+        self.events[kind] += 1
         start = time.process_time()
         commands = self.controller.handle(event, now)
-        self.seconds += time.process_time() - start
+        self.seconds[kind] += time.process_time() - start
         for command in commands:
             self.obey(command, now)
 
@@ -135,13 +143,20 @@ class Bench:
 
 
 def main() -> None:
-    rollouts = int(sys.argv[1]) if len(sys.argv) > 1 else 1024
-    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 40
-    bench = Bench(rollouts, steps)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rollouts", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--stream-s", type=float, default=20.0)
+    options = parser.parse_args()
+    bench = Bench(options.rollouts, options.steps, options.stream_s)
     bench.run()
-    total = sum(bench.events.values())
-    print(", ".join(f"{number} {name}" for name, number in bench.events.most_common()))
-    print(f"{rollouts} rollouts, {total} events in {bench.seconds:.2f} s: {total / bench.seconds:,.0f} events/s")
+    for kind, events in bench.events.most_common():
+        seconds = bench.seconds[kind]
+        print(f"{kind:12} {events:9,} events {seconds:8.2f} s {1e6 * seconds / events:8.1f} us each")
+    print(f"{bench.progress:,} trajectories' progress in the streams")
+    total, seconds = sum(bench.events.values()), sum(bench.seconds.values())
+    print(f"{options.rollouts} rollouts, {total:,} events in {seconds:.2f} s: {total / seconds:,.0f} events/s")
+    print(f"{bench.now:,.0f} s of the job took {seconds:.2f} s of CPU time: a load of {seconds / bench.now:.2f} cores")
 
 
 if __name__ == "__main__":

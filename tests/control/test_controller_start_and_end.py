@@ -10,6 +10,7 @@ from laminar_hpc.errors import ConfigError, ProtocolError
 from laminar_hpc.protocol.commands import Broadcast, Command, EndJob, Generate, Publish, Pull, Release, Settle, Share
 from laminar_hpc.protocol.events import (
     Finished,
+    JobFailed,
     Loaded,
     Published,
     RankLost,
@@ -19,7 +20,6 @@ from laminar_hpc.protocol.events import (
     StopRequested,
     TrainerReady,
     WentToTool,
-    Woken,
 )
 from laminar_hpc.protocol.trajectory import State, Stop, Verdict
 
@@ -86,21 +86,30 @@ def test_the_job_ends_when_its_last_version_is_published():
     *_, end = job.published(1)
     assert end == EndJob("all 1 steps are trained, published and evaluated", "finished")
     assert job.controller.outcome == "finished"
-    assert job.tell(Woken()) == job.tell(StopRequested("late")) == job.lose(A) == []
+    assert job.tell(JobFailed("stalled", "late")) == job.tell(StopRequested("late")) == job.lose(A) == []
 
 
-def test_a_stop_returns_all_that_is_open():
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (StopRequested("SIGTERM"), "stopped"),
+        (JobFailed("failed", "rank 4 says nothing"), "failed"),
+        (JobFailed("stalled", "nothing has moved for 60 s"), "stalled"),
+    ],
+)
+def test_an_end_from_outside_returns_all_that_is_open(event, outcome):
     job = ScriptedJob()
     given = job.start()
     job.now = 8.0
     job.streamed(A, (0, 6))
     job.finish(A, 1, 0)
-    settle, end = job.tell(StopRequested("SIGTERM"))
-    assert end == EndJob("SIGTERM", "stopped")
+    settle, end = job.tell(event)
+    assert end == EndJob(event.reason, outcome)
+    assert (job.controller.outcome, job.controller.waits()) == (outcome, [])
     assert isinstance(settle, Settle)
     assert [outcome.trajectory for outcome in settle.trajectories] == list(range(8))
     assert {outcome.state for outcome in settle.trajectories} == {State.RETURNED}
-    assert {outcome.reason for outcome in settle.trajectories} == {"the job has stopped: SIGTERM"}
+    assert {outcome.reason for outcome in settle.trajectories} == {f"the job has {outcome}: {event.reason}"}
     assert settle.trajectories[0].response_tokens == 6
     assert (settle.trajectories[1].finished_s, settle.trajectories[1].staleness_finish) == (8.0, 0)
     groups = {spec.group for generates in given.values() for spec in generates[0].trajectories}

@@ -11,7 +11,7 @@ from laminar_hpc.policy.sampling import Candidate, Evicted, make_eviction, make_
 def buffer(eviction: str = "none") -> Buffer:
     one = Buffer(make_sampler("fifo"), make_eviction(eviction, 1))
     for group, version in ((5, 0), (2, 2), (9, 1)):
-        one.add(Candidate(group, version, float(group)))
+        assert one.add(Candidate(group, version, float(group)), 1) == []
     return one
 
 
@@ -29,7 +29,15 @@ def test_evicted_groups_are_gone():
     assert one.take(2) == [2, 9]
 
 
+def test_what_is_too_old_on_arrival_is_not_kept_and_the_others_wait_for_a_publication():
+    one = buffer("stale")
+    assert one.add(Candidate(7, 0, 3.0), 2) == [Evicted(7, "2 versions old in the buffer, at most 1")]
+    assert one.add(Candidate(8, 1, 4.0), 2) == []
+    assert [item.group for item in one.evict(2)] == [5]
+    assert one.take(3) == [2, 9, 8]
+
+
 def test_a_group_is_in_the_buffer_at_most_once():
     one = buffer()
     with pytest.raises(AssertionError, match="group 9 is in the buffer already"):
-        one.add(Candidate(9, 1, 4.0))
+        one.add(Candidate(9, 1, 4.0), 1)

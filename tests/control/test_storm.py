@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from invariants import InvariantChecker
 
 from laminar_hpc.control.controller import Controller, Settings
-from laminar_hpc.protocol.events import StopRequested, Woken
+from laminar_hpc.protocol.events import JobFailed, StopRequested
 from laminar_hpc.protocol.wire import encode
 
 STORM_MOVES = 150
@@ -63,13 +63,11 @@ class Storm:
         random, cluster = self.random, self.cluster
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
         if random.random() >= self._calm:
-            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "woken"])
+            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart"])
             if kind == "repeat" and cluster.events:
                 return random.choice(cluster.events)[1]
             if kind == "ghost" and cluster.ghosts:
                 return random.choice(cluster.ghosts)
-            if kind == "woken":
-                return Woken()
             busy = [rollout for rollout in rollouts if rollout.tasks]
             if kind == "stream" and busy:
                 return cluster.stream(random.choice(busy))
@@ -111,14 +109,15 @@ def test_invariants_hold_in_a_storm_and_the_job_finishes_after_it(mode, data):
 @pytest.mark.parametrize("mode", ["laminar", "sync"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_stop_in_a_storm_returns_all_that_is_open(mode, data):
+def test_an_end_in_a_storm_returns_all_that_is_open(mode, data):
     job = data.draw(small_jobs(mode))
     storm = Storm(job, Random(data.draw(st.integers(0, 2**32), label="seed")), calm=0.9)
     storm.rage(data.draw(st.integers(0, STORM_MOVES)))
-    event = StopRequested("Ctrl-C")
+    outcome = data.draw(st.sampled_from(["stopped", "failed", "stalled"]))
+    event = StopRequested("Ctrl-C") if outcome == "stopped" else JobFailed(outcome, "nothing moves")
     already = storm.cluster.controller.outcome
     storm.checker.see(event, storm.cluster.send(event))
-    assert storm.cluster.controller.outcome == (already or "stopped")
+    assert storm.cluster.controller.outcome == (already or outcome)
     storm.rage(20)
 
 

@@ -92,13 +92,3 @@ def test_abandoned_orphans_wait_no_longer(pool):
     assert pool.abandon(7) == [one, two]
     assert pool.abandon(7) == []
     assert pool.adopt(7, B) is None
-
-
-def test_in_flight_counts_what_has_not_finished(pool):
-    one, _, _ = begin(pool), begin(pool, 1), begin(pool, 2)
-    assert pool.in_flight == 3
-    pool.finish(one, finished(0), 0, 2.0)
-    assert pool.in_flight == 2
-    pool.remove(0)
-    pool.remove(1)
-    assert pool.in_flight == 1

@@ -64,7 +64,7 @@ def test_versions_that_waited_for_relays_go_out_oldest_first():
     [
         (4, 0, ONE, "rank 1 \\(trainer\\) published version 4, which was never announced"),
         (0, 0, b"abc", "version 0 with 3 bytes of digests"),
-        (0, 1, ONE, "rank 1 \\(trainer\\) published version 0 from chunk 1 on, where chunk 0 was due"),
+        (0, 1, ONE, "version 0: the share of rank 1 \\(trainer\\) has 1 chunks from chunk 1 on, where chunk 0 was due"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(version, first_chunk, digests, message):
@@ -78,5 +78,5 @@ def test_shares_that_overlap_are_refused():
     versions = Versions(0, 0, 2)
     versions.announce(0)
     versions.publish(0, 1, 0, TWO)
-    with pytest.raises(ProtocolError, match=r"rank 2 .* from chunk 1 on, where chunk 2 was due"):
+    with pytest.raises(ProtocolError, match=r"version 0: .* rank 2 .* from chunk 1 on, where chunk 2 was due"):
         versions.publish(0, 2, 1, TWO)

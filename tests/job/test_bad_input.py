@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from laminar_command import Laminar
+
+from laminar_hpc.launch.mpiexec import environment, find_mpiexec
 
 pytestmark = pytest.mark.job
 
@@ -127,3 +131,34 @@ def test_a_dry_run_starts_nothing(laminar: Laminar) -> None:
     assert "mpiexec" in line
     assert "-n 5" in line
     assert not Path(laminar.run_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "names"),
+    [
+        (3, [], "5 ranks"),
+        (5, ["control.mode=sinc"], "'laminar' or 'sync'"),
+        (5, ["model.path=no-model"], "no-model"),
+    ],
+)
+def test_ranks_started_by_hand_refuse_once_and_together(
+    laminar: Laminar, ranks: int, overrides: list[str], names: str
+) -> None:
+    options = [word for value in overrides for word in ("--set", value)]
+    line = [find_mpiexec(), "--bind-to", "none", "--oversubscribe", "-n", str(ranks)]
+    line += [sys.executable, "-m", "laminar_hpc.jobs.train", "--config", str(laminar.config()), *options]
+    done = subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        timeout=4 * DOOR_S,
+        cwd=laminar.directory,
+        env=environment(os.environ),
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [text for text in done.stderr.splitlines() if text.startswith("laminar: ")]
+    assert len(lines) == 1, done.stderr
+    assert names in lines[0]
+    assert "Traceback" not in done.stderr
+    assert not laminar.run_dir.exists()

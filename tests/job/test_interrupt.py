@@ -77,6 +77,14 @@ def readable_record(laminar: Laminar) -> None:
     assert (laminar.run_dir / "report" / "report.html").exists()
 
 
+def accounted_for(laminar: Laminar) -> None:
+    """Every prompt that was handed out has a row that says how it ended."""
+    run = open_run(str(laminar.run_dir))
+    handed_out = set(run.table("hand_outs")["group"])
+    assert handed_out
+    assert handed_out == set(run.table("groups")["group"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_in_order(laminar: Laminar, number: signal.Signals) -> None:
     before = shared_memory()
@@ -92,9 +100,7 @@ def test_an_interrupt_ends_everything_in_order(laminar: Laminar, number: signal.
     assert status.state == "stopped"
     assert shared_memory() <= before
     readable_record(laminar)
-    returned = open_run(str(laminar.run_dir))
-    handed_out = set(returned.table("hand_outs")["group"])
-    assert handed_out == set(returned.table("groups")["group"])
+    accounted_for(laminar)
 
 
 def test_a_killed_launcher_takes_everything_with_it(laminar: Laminar) -> None:
@@ -176,8 +182,12 @@ def test_a_killed_trainer_worker_ends_the_job(laminar: Laminar) -> None:
     wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
     output, errors = command.communicate(timeout=GONE_S)
     assert command.returncode == 1, output + errors
-    assert "trainer" in output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "failed"
+    assert status.reason.startswith("rank 1 (trainer): EngineError: the trainer's worker has ended; see ")
     readable_record(laminar)
+    accounted_for(laminar)
 
 
 def test_a_stall_names_who_waits_for_whom(laminar: Laminar) -> None:
@@ -194,3 +204,5 @@ def test_a_stall_names_who_waits_for_whom(laminar: Laminar) -> None:
     assert status.state == "stalled"
     assert processes_of(laminar.run_dir) == []
     readable_record(laminar)
+    accounted_for(laminar)
+    assert len(open_run(str(laminar.run_dir)).table("waits")) == 4

@@ -111,10 +111,10 @@ def test_a_jsonl_task_with_a_verifier(laminar: Laminar) -> None:
     blocks: dict[int, int] = {}
     for block in run.tokens():
         blocks[block.trajectory] = blocks.get(block.trajectory, 0) + len(block.tokens)
+    assert len(consumed) == 32
+    assert consumed <= set(blocks)
     for row in trained:
-        if row["trajectory"] in blocks:
-            assert blocks[row["trajectory"]] == row["prompt_tokens"] + row["response_tokens"]
-    assert set(blocks) & consumed
+        assert blocks[int(row["trajectory"])] == row["prompt_tokens"] + row["response_tokens"]
 
 
 def test_the_report_of_a_run(laminar: Laminar) -> None:

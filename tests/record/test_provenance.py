@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import h5py
+import pytest
 
 from laminar_hpc.config.load import check_config
 from laminar_hpc.record.provenance import UNKNOWN, gather, git_commit
@@ -43,8 +44,22 @@ def test_metadata_have_config_mode_and_versions(tmp_path: Path) -> None:
     config = check_config({"run_dir": str(tmp_path), "model": {"path": "m"}, "control": {"mode": "sync"}}, "test")
     metadata = gather(config, '{"seed": 3}', 12.5)
     assert json.loads(metadata["config"]) == config.model_dump(mode="json")
-    assert json.loads(metadata["mode"])["staleness_bound"] == 0
+    assert json.loads(metadata["mode"])["name"] == "sync"
     assert json.loads(metadata["packages"])["h5py"] == h5py.__version__
     assert metadata["controller_settings"] == '{"seed": 3}'
     assert float(metadata["clock_zero_unix_s"]) == 12.5
     assert metadata["host"]
+
+
+@pytest.mark.parametrize(
+    ("control", "expected"),
+    [
+        ({"mode": "sync"}, "0"),
+        ({"mode": "laminar", "max_staleness": 3}, "null"),
+        ({"mode": "laminar", "eviction": "stale", "max_staleness": 3}, "3"),
+        ({"mode": "sync", "eviction": "stale", "max_staleness": 3}, "0"),
+    ],
+)
+def test_metadata_have_the_staleness_bound_of_mode_and_eviction(tmp_path: Path, control: dict, expected: str) -> None:
+    config = check_config({"run_dir": str(tmp_path), "model": {"path": "m"}, "control": control}, "test")
+    assert gather(config, "{}", 0.0)["staleness_bound"] == expected

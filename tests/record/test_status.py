@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_what_is_no_status_file(tmp_path: Path, text: str, message: str) -> None
     (tmp_path / "status.json").write_text(text)
     with pytest.raises(RecordError, match=message):
         read_status(str(tmp_path))
+
+
+@pytest.mark.parametrize(("state", "syncs"), [("running", 0), ("finished", 1)])
+def test_only_an_end_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, syncs: int
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    write_status(str(tmp_path), msgspec.structs.replace(Status.blank(), state=state))
+    assert len(synced) == syncs
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from laminar_hpc.protocol.peer import Manifest, TensorEntry  # noqa: E402
 from laminar_hpc.protocol.trajectory import Stop  # noqa: E402
 from laminar_hpc.rollout.api import EngineStats, Request, Sampled  # noqa: E402
 from laminar_hpc.rollout.build import build_engine  # noqa: E402
-from laminar_hpc.rollout.torch_engine import TorchEngine  # noqa: E402
+from laminar_hpc.rollout.torch_engine import TorchEngine, engine_device  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -236,6 +236,26 @@ def test_a_trajectory_cannot_be_there_twice(llama: Saved) -> None:
     engine.add(request(8, [1], 0.0))
     with pytest.raises(EngineError, match="trajectory 8 is in the engine already"):
         engine.add(request(8, [1], 0.0))
+    engine.step()
+    with pytest.raises(EngineError, match="trajectory 8 is in the engine already"):
+        engine.add(request(8, [1], 0.0))
+
+
+def test_a_trajectory_that_has_left_may_come_again(llama: Saved) -> None:
+    engine = make_engine(llama, max_response_tokens=1)
+    for leaves in (lambda: engine.abort(8), lambda: engine.step(), lambda: engine.abort(8)):
+        engine.add(request(8, [1], 0.0))
+        leaves()
+        assert engine.stats() == EngineStats(0.0, 0, 0)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, "cpu cpu cpu cpu"), (2, "cuda:0 cuda:1 cuda:0 cuda:1")])
+def test_the_rollouts_of_a_node_take_its_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert " ".join(engine_device(device) for device in range(4)) == expected
 
 
 def test_exporting_what_is_not_there_is_an_error(llama: Saved) -> None:

@@ -67,6 +67,8 @@ PURE_LIBRARIES = {
     *("itertools", "math", "msgspec", "operator", "random", "statistics", "string", "typing"),
 }
 
+FILE_READERS = ("laminar_hpc.config.load", "laminar_hpc.config.model_files")
+
 LIBRARIES = {
     "h5py": ("laminar_hpc.record",),
     "mpi4py": ("laminar_hpc.mpi",),
@@ -108,13 +110,17 @@ def _floor(name: str) -> int:
     return next(floor for n in range(len(parts), 0, -1) if (floor := FLOORS.get(".".join(parts[:n]))) is not None)
 
 
+def _is_in(imported: Import, modules: tuple[str, ...]) -> bool:
+    return any(imported.target == name or imported.target.startswith(f"{name}.") for name in modules)
+
+
 def pure_floors_know_no_world(module: Module) -> Iterator[Violation]:
     """Pure floors import a few pure modules, draw from a Random they are given, and neither read nor print."""
     if module.folder not in PURE and module.name not in PURE_MODULES:
         return
     for imported in module.imports():
         if imported.library == PACKAGE:
-            if folder_of(imported.target) not in {*PURE_READS, module.folder}:
+            if folder_of(imported.target) not in {*PURE_READS, module.folder} and not _is_in(imported, PURE_MODULES):
                 yield Violation(imported.line, f"a pure module imports {imported.target}")
         elif imported.library not in PURE_LIBRARIES:
             yield Violation(imported.line, f"a pure module imports {imported.target}")
@@ -128,12 +134,12 @@ def pure_floors_know_no_world(module: Module) -> Iterator[Violation]:
             yield Violation(call.lineno, f"a pure module calls {name}()")
 
 
-def config_load_alone_opens_files(module: Module) -> Iterator[Violation]:
-    """In config, only load opens a file."""
-    if module.folder == "config" and module.name != "laminar_hpc.config.load":
+def few_config_modules_open_files(module: Module) -> Iterator[Violation]:
+    """In config, only load opens the config, and model_files the model's own."""
+    if module.folder == "config" and module.name not in FILE_READERS:
         for call, name in module.calls():
             if name == "open":
-                yield Violation(call.lineno, "only laminar_hpc.config.load opens files")
+                yield Violation(call.lineno, f"only {' and '.join(FILE_READERS)} open files")
 
 
 def libraries_have_one_place(module: Module) -> Iterator[Violation]:
@@ -266,7 +272,7 @@ def tests_never_sleep(module: Module) -> Iterator[Violation]:
 RULES_OF_THE_PACKAGE: list[Rule] = [
     imports_go_down,
     pure_floors_know_no_world,
-    config_load_alone_opens_files,
+    few_config_modules_open_files,
     libraries_have_one_place,
     nothing_runs_foreign_code,
     messages_are_never_pickled,

@@ -52,4 +52,4 @@ def make_config(model_dir: Path, tmp_path: Path) -> MakeConfig:
 @pytest.fixture(scope="session")
 def forkserver() -> None:
     """The process that workers come from."""
-    start_forkserver(1)
+    start_forkserver()

@@ -17,7 +17,7 @@ from laminar_hpc.tasks.grader import Grader
 def main(config_path: str, log_path: str) -> None:
     """Start a grader, ask for every prompt, print the answers in order."""
     config = Config.model_validate_json(Path(config_path).read_text())
-    start_forkserver(1)
+    start_forkserver()
     grader = Grader(config, log_path)
     grader.start(time.monotonic())
     counts = ((Purpose.TRAIN, config.task.prompts), (Purpose.EVALUATION, config.evaluation.prompts))

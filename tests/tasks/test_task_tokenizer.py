@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -46,44 +45,13 @@ def test_the_post_processor_of_the_tokenizer_is_respected_but_not_its_truncation
     assert Tokenizer(str(own_dir)).encode("abc") == [1, *plain]
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        (None, {"eos_token_id": 5}, {5}),
-        ({"eos_token_id": [5, 7]}, {"eos_token_id": 9}, {5, 7}),
-        ({"eos_token_id": None}, {"eos_token_id": 9}, {9}),
-        ({}, {"eos_token_id": [9]}, {9}),
-    ],
-)
-def test_end_tokens_come_from_the_generation_config_first(
-    own_dir: Path, generation: dict[str, object] | None, config: dict[str, object], expected: set[int]
-) -> None:
-    if generation is not None:
-        (own_dir / "generation_config.json").write_text(json.dumps(generation))
-    (own_dir / "config.json").write_text(json.dumps(config))
-    assert Tokenizer(str(own_dir)).end_tokens == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("tokenizer.json", None, ["tokenizer.json", "no such file"]),
-        ("tokenizer.json", "{", ["tokenizer.json", "not a tokenizer"]),
-        ("config.json", None, ["eos_token_id", "neither"]),
-        ("config.json", "{}", ["eos_token_id", "neither"]),
-        ("config.json", "[", ["config.json", "not valid JSON"]),
-        ("config.json", '{"eos_token_id": "x"}', ["config.json", "eos_token_id must be", "'x'"]),
-        ("config.json", '{"eos_token_id": true}', ["config.json", "eos_token_id must be", "True"]),
-    ],
-)
-def test_a_directory_that_cannot_be_used_is_named(
-    own_dir: Path, name: str, content: str | None, words: list[str]
-) -> None:
+@pytest.mark.parametrize(("content", "words"), [(None, "no such file"), ("{", "not a tokenizer")])
+def test_a_directory_that_cannot_be_used_is_named(own_dir: Path, content: str | None, words: str) -> None:
+    path = own_dir / "tokenizer.json"
     if content is None:
-        (own_dir / name).unlink()
+        path.unlink()
     else:
-        (own_dir / name).write_text(content)
+        path.write_text(content)
     with pytest.raises(ConfigError) as caught:
         Tokenizer(str(own_dir))
-    for word in ["model.path", str(own_dir), *words]:
-        assert word in str(caught.value)
+    assert str(caught.value).startswith(f"model.path: {path}: {words}")

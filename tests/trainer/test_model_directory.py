@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.trainer.hf import TensorFacts, check_model_directory
+from laminar_hpc.trainer.hf import check_model_directory
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -45,19 +45,8 @@ def directory(tmp_path: Path) -> Path:
     return root
 
 
-def test_facts_of_a_sound_directory(directory: Path) -> None:
-    facts = check_model_directory(str(directory))
-    assert (facts.model_type, facts.vocabulary, facts.tie_word_embeddings, facts.end_tokens) == ("qwen2", 7, True, (5,))
-    assert facts.tensors == [
-        TensorFacts("a", (4,), "float32"),
-        TensorFacts("empty", (0,), "float32"),
-        TensorFacts("z", (2, 3), "bfloat16"),
-    ]
-
-
-def test_generation_config_goes_before(directory: Path) -> None:
-    (directory / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert check_model_directory(str(directory)).end_tokens == (3, 4)
+def test_a_sound_directory_is_let_in(directory: Path) -> None:
+    check_model_directory(str(directory))
 
 
 def config(**changes: object) -> Callable[[Path], object]:
@@ -87,13 +76,14 @@ def no_shards(root: Path) -> None:
         (config(architectures=["GPT2LMHeadModel"]), "one of LlamaForCausalLM, .*Qwen3ForCausalLM, got GPT2LMHeadModel"),
         (config(architectures=None), "got none"),
         (config(vocab_size="many"), "vocab_size must be a whole number, got 'many'"),
+        (config(eos_token_id=None), "eos_token_id is in neither"),
         (no_shards, r"has no \*.safetensors file"),
         (cut, "a.safetensors is no safetensors file, or was cut off"),
         (lambda root: (root / "a.safetensors").write_bytes(b""), "a.safetensors is no safetensors file"),
         (lambda root: (root / "a.safetensors").write_bytes(b"\x02" + bytes(7) + b"{]"), "broken safetensors header"),
         (
             lambda root: (root / "a.safetensors").write_bytes(safetensors({"z": ("F7", [1], 4)})),
-            "broken safetensors header: 'F7'",
+            "has tensors of unknown type 'F7'",
         ),
         (lambda root: (root / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda root: (root / "tokenizer.json").write_text("nonsense"), "tokenizer.json is not valid JSON"),

@@ -50,7 +50,7 @@ REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 1.0, 0.0]
 @contextlib.contextmanager
 def workers(count: int, tmp_path: Path) -> Iterator[list[Worker]]:
     """Trainer workers that end with the test."""
-    start_forkserver(threads=1)
+    start_forkserver()
     started = [Worker(f"trainer-{place}", main, str(tmp_path / f"log-{place}")) for place in range(count)]
     try:
         yield started
@@ -159,6 +159,31 @@ def test_two_trainers_meet_and_stay_equal(model_path: str, tmp_path: Path) -> No
         assert images[0] == images[1]
         found = np.frombuffer(images[0], dtype="<f4")
         np.testing.assert_allclose(found, image_of(expected).view("<f4"), atol=2e-3)  # twice the learning rate
+
+
+def test_a_trainer_waits_for_the_others_as_long_as_the_job_may_stand_still(model_path: str, tmp_path: Path) -> None:
+    config = config_for(model_path, trainers=2)
+    job = config.job.model_copy(update={"start_timeout_s": 2 * DEADLINE_S, "stall_timeout_s": 5.0})
+    config = config.model_copy(update={"job": job})
+    with workers(2, tmp_path) as both:
+        for place, worker in enumerate(both):
+            worker.send(StartTrainer(config.model_dump_json().encode(), place, 2))
+        both[1].send(answer(both[0]))
+        assert all(isinstance(answer(worker), TrainerUp) for worker in both)
+        both[0].send(train_on([0, 3, 5]))
+        said = answer(both[0])  # the other one is never told to train
+        assert isinstance(said, WorkerError)
+
+
+def test_a_trainer_that_does_not_come_is_named(model_path: str, tmp_path: Path) -> None:
+    config = config_for(model_path, trainers=2)
+    config = config.model_copy(update={"job": config.job.model_copy(update={"start_timeout_s": 0.5})})
+    with workers(1, tmp_path) as (worker,):
+        worker.send(StartTrainer(config.model_dump_json().encode(), 0, 2))
+        assert isinstance(answer(worker), Rendezvous)
+        said = answer(worker)
+        assert isinstance(said, WorkerError)
+        assert "trainer worker 0: trainer 1 has not come to the meeting within job.start_timeout_s = 0.5 s" in said.text
 
 
 @pytest.mark.parametrize(

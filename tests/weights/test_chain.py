@@ -163,8 +163,6 @@ class Job:
     def check_lease(self, lease: Lease) -> None:
         with map_readonly(lease.path, lease.offset, self.manifest.nbytes) as image:
             assert np.array_equal(image, image_of(self.manifest, lease.version))
-            tensors = [image[entry.offset : entry.offset + entry.nbytes] for entry in self.manifest.tensors]
-            assert digests_of(tensors, self.manifest) == lease.digests
 
 
 def small_manifest(sizes: list[int], chunk_bytes: int) -> Manifest:
@@ -291,6 +289,34 @@ def test_a_relay_serves_what_it_has_before_it_has_all() -> None:
     assert forwarder.waiting_for == "chunk 2 from rank 0 of version 3"
 
 
+def test_what_moves_nothing_says_so() -> None:
+    manifest = small_manifest([50], chunk_bytes=100)
+    net = MemoryNet(Random(1))
+    publisher, forwarder = relay_of(net, manifest)
+
+    def poll() -> tuple[list[int], bool, bool]:
+        held = [each.version for each in forwarder.poll(0.0)]
+        publisher.poll()
+        return held, forwarder.moved, publisher.moved
+
+    assert poll() == ([], False, False)
+    forwarder.start(version_3(manifest, [1]), now=0.0)
+    assert poll() == ([], True, False)  # asks for the chunk
+    assert poll() == ([], False, False)
+    assert forwarder.busy
+    _, request = net.deliver_one() or (0, None)
+    assert isinstance(request, ChunkRequest)
+    publisher.serve(request)
+    assert poll() == ([], False, True)  # begins to send it
+    assert poll() == ([], False, False)
+    assert publisher.busy
+    net.move_one()
+    assert poll() == ([3], True, False)
+    net.settle()
+    assert poll() == ([], False, True)  # takes note that it is sent
+    assert poll() == ([], False, False)
+
+
 def test_a_slot_waits_for_the_next_relay_to_give_it_back() -> None:
     manifest = small_manifest([10], chunk_bytes=100)
     net = MemoryNet(Random(1))
@@ -358,8 +384,6 @@ def test_trainers_memory_is_reused_after_release_only() -> None:
         publisher.release(3)
     with pytest.raises(ProtocolError, match="version 5 came with 3 bytes of digests, 8 are right"):
         publisher.written(WeightsWritten(5, b"abc", 0.0))
-    publisher.abandon(5)
-    assert publisher.begin(5) is not None
 
 
 def test_a_trainer_without_chunks_publishes_nothing() -> None:

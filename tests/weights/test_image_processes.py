@@ -45,7 +45,7 @@ from laminar_hpc.weights.image import Image
 
 image = Image.create(4096, slots=2)
 image.begin_fill(1)[:] = 5
-image.complete(1, b"")
+image.complete(1)
 print(image.path, image.offset_of(1), flush=True)
 sys.stdin.read()
 """
@@ -80,7 +80,7 @@ def test_a_reader_never_sees_a_mixture() -> None:
                 skipped += 1
             else:
                 buffer[:] = version % 251
-                image.complete(version, b"")
+                image.complete(version)
             if lent is None:
                 lent = image.lease(borrower=1, at_least=0)
                 assert lent is not None

@@ -1,4 +1,4 @@
-"""Ways to leave. Argument: alone (rank 0 waits for a rank that never comes), broken, abort, hang."""
+"""Ways to leave. Argument: alone (rank 0 waits for a rank that never comes), broken, hang."""
 
 import os
 import signal
@@ -19,6 +19,4 @@ elif way == "broken":
     assert not world.finish(clean=False, timeout_s=60.0)
     print("left at once", flush=True)
     os._exit(0)
-elif way == "abort" and world.rank == 0:
-    world.abort(7)
 signal.pause()

@@ -1,0 +1,52 @@
+"""The small files of a model directory, and which models there are: what tasks, rollouts and trainers must agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from laminar_hpc.errors import ConfigError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""The models that can be trained and run, by `model_type` of config.json.
+
+Their code in transformers hands keywords through to the attention function, and adds nothing to its scores.
+"""
+
+
+def read_end_tokens(model_dir: str) -> frozenset[int]:
+    """The ids that end a response: `eos_token_id` of generation_config.json, else of config.json, at least one.
+
+    That is the order in which transformers' own `generate` looks. ConfigError where neither file has one, since no
+    response would ever end, or where it is no token.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = os.path.join(model_dir, name)
+        if os.path.isfile(path):
+            ids = _eos_token_ids(path)
+            if ids:
+                return ids
+    raise ConfigError(f"model.path: {model_dir}: eos_token_id is in neither generation_config.json nor config.json")
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON object in the file at `path`; ConfigError, one line naming the path, where there is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.path: {path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _eos_token_ids(path: str) -> frozenset[int]:
+    value = read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ConfigError(f"model.path: {path}: eos_token_id must be an integer or a list of them, got {value!r}")
+    return frozenset(ids)
