@@ -1,4 +1,4 @@
-"""The small files of a model directory, and which models there are: what tasks, rollouts and trainers must agree on."""
+"""The small files of a model directory, and which models there are: what rollouts and trainers must agree on."""
 
 from __future__ import annotations
 

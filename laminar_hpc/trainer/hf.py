@@ -99,7 +99,10 @@ def _check_config(path: str, files: set[str]) -> None:
 
 
 def _check_header(file: str) -> None:
-    """ConfigError where a safetensors file has no sound header: 8 bytes of its length, little-endian, then JSON; the tensors' bytes follow."""
+    """ConfigError where a safetensors file does not begin with a sound header.
+
+    That is 8 bytes of its length, little-endian, and JSON; the tensors' bytes follow.
+    """
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -33,7 +33,7 @@ from laminar_hpc.weights.digest import range_digests
 from laminar_hpc.weights.manifest import range_bytes
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def main(channel: Channel) -> None:

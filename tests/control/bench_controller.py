@@ -1,13 +1,14 @@
 """How many events the controller handles in a second, in a laminar run with many rollouts.
 
-Usage: python tests/control/bench_controller.py [--rollouts N] [--steps N] [--stream-s SECONDS]
+Usage: python tests/control/bench_controller.py [--rollouts N] [--steps N] [--stream-s SECONDS] [--job-s SECONDS]
 
 The ranks are played in virtual time: responses have lognormal lengths, every rollout streams all that it has begun at a
 fixed interval, training and weights take fixed times. Only CPU time inside `handle` counts. `ahead` is such that all
 rollouts have work.
 
-How often rollouts stream decides what the mix is. A rollout of this bench ends about 3 trajectories a second; the config's
-`rollout.stream_interval_s` has it send 4 `Streamed` a second, with all of its 256 trajectories in each.
+How often rollouts stream decides what the mix is: at the config's default `rollout.stream_interval_s` a rollout sends 4
+`Streamed` a second, each with all that it has in progress, against less than one `Finished`. `--job-s` ends the measurement
+after so much virtual time.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Bench:
     def at(self, time_s: float, event: Event | int) -> None:
         heapq.heappush(self.due, (time_s, next(self.order), event))
 
-    def run(self) -> None:
+    def run(self, job_s: float) -> None:
         first_relay = 1 + TRAINERS
         first_rollout = first_relay + self.relays
         for index in range(TRAINERS):
@@ -87,7 +88,7 @@ class Bench:
             self.working[rank] = {}
             self.at(0.0, RolloutReady(rank, 0, str(relay), relay, CONCURRENCY))
             self.at(self.stream_s * self.random.random(), rank)
-        while self.controller.outcome is None:
+        while self.controller.outcome is None and self.now < job_s:
             self.now, _, event = heapq.heappop(self.due)
             if isinstance(event, int):
                 self.at(self.now + self.stream_s, event)
@@ -147,9 +148,10 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--stream-s", type=float, default=20.0)
+    parser.add_argument("--job-s", type=float, default=float("inf"))
     options = parser.parse_args()
     bench = Bench(options.rollouts, options.steps, options.stream_s)
-    bench.run()
+    bench.run(options.job_s)
     for kind, events in bench.events.most_common():
         seconds = bench.seconds[kind]
         print(f"{kind:12} {events:9,} events {seconds:8.2f} s {1e6 * seconds / events:8.1f} us each")

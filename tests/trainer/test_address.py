@@ -29,7 +29,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def name_resolves_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an entry for this host in /etc/hosts would have it."""
     resolve = socket.gethostbyname
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: address if name == socket.gethostname() else resolve(name))
+    monkeypatch.setattr(
+        socket, "gethostbyname", lambda name: address if name == socket.gethostname() else resolve(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_the_environment_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(HOST_VARIABLE, chosen)
         assert host_address() == chosen
     monkeypatch.setenv(HOST_VARIABLE, "no such host")
-    with pytest.raises(ConfigError, match="LAMINAR_HOST_ADDRESS: must be an address or a name .* got 'no such host'"):
+    with pytest.raises(ConfigError, match=r"LAMINAR_HOST_ADDRESS: must be an address or a name .* got 'no such host'"):
         host_address()
 
 

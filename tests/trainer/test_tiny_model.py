@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer  # noqa: E402
 
-from laminar_hpc.errors import ConfigError  # noqa: E402
 from laminar_hpc.config.model_files import read_end_tokens  # noqa: E402
+from laminar_hpc.errors import ConfigError  # noqa: E402
 from laminar_hpc.trainer.hf import check_model_directory, load_model  # noqa: E402
 from laminar_hpc.trainer.tiny import CHARACTERS, make_tiny_model, new_model  # noqa: E402
 from laminar_hpc.trainer.warm_start import Example, WarmStart, held_out_accuracy, warm_start  # noqa: E402
