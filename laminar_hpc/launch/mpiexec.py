@@ -40,9 +40,12 @@ def ranks_by_node(config: Config) -> list[tuple[str, int]]:
     return nodes
 
 
-def command_line(config: Config, run_dir: str) -> list[str]:
-    """The whole command that starts the job on this machine, one node or several emulated ones."""
-    program = [sys.executable, "-m", "laminar_hpc.jobs.train", "--run-dir", run_dir]
+def command_line(config: Config, arguments: list[str]) -> list[str]:
+    """The whole command that starts the job on this machine, on one node or several emulated ones.
+
+    `arguments` are those of jobs/train.py.
+    """
+    program = [sys.executable, "-m", "laminar_hpc.jobs.train", *arguments]
     line = [find_mpiexec(), "--bind-to", "none", "--oversubscribe"]
     contexts = ranks_by_node(config)
     for index, (node, ranks) in enumerate(contexts):
@@ -55,10 +58,9 @@ def command_line(config: Config, run_dir: str) -> list[str]:
     return line
 
 
-def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """The environment for `mpiexec`: what Open MPI needs on one machine whose cores are shared."""
-    env = dict(base)
-    defaults = {
+def open_mpi_settings() -> dict[str, str]:
+    """Environment variables that Open MPI needs on one machine whose cores are shared."""
+    settings = {
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm,tcp",
         "OMPI_MCA_osc": "^ucx",
@@ -67,11 +69,14 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
     }
     if os.geteuid() == 0:
         for prefix in ("OMPI", "PRTE"):
-            defaults[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"
-            defaults[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-    for name, value in defaults.items():
-        env.setdefault(name, value)
-    return env
+            settings[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"
+            settings[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return settings
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment for `mpiexec`; what the user has set goes before."""
+    return {**open_mpi_settings(), **base}
 
 
 class Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib import resources
 
 from laminar_hpc.config.load import load_config
@@ -34,7 +35,14 @@ def make(directory: str, config_path: str | None, seed: int) -> str:
         (task.text(Purpose.EVALUATION, i), task.solution(Purpose.EVALUATION, i))
         for i in range(min(HELD_OUT, task.held_out))
     ]
-    result = make_tiny_model(directory, examples, held_out, seed)
+    part = f"{os.path.abspath(directory)}.{os.getpid()}.part"
+    try:
+        result = make_tiny_model(part, examples, held_out, seed)
+        os.replace(part, directory)  # whole or not at all, also when it is interrupted
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return (
         f"{directory}: {result.steps} steps of warm start; held-out prompts: {result.accuracy.greedy:.3f} answered "
         f"greedily, the right answer has probability {result.accuracy.sampled:.3f}"

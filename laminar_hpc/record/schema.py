@@ -29,13 +29,13 @@ INSTANT = "s after the clock's zero"
 
 PHASES = {
     "manager": ("work", "idle"),
-    "trainer": ("train", "publish", "wait"),
-    "relay": ("transfer", "idle"),
-    "rollout": ("generate", "pull", "grade", "idle"),
+    "trainer": ("start", "train", "publish", "wait"),
+    "relay": ("start", "transfer", "idle"),
+    "rollout": ("start", "generate", "pull", "grade", "idle"),
 }
 """What each role spends its time on. Their keys are the roles that write a file."""
 
-ALL_PHASES = ("work", "idle", "train", "publish", "wait", "transfer", "generate", "pull", "grade")
+ALL_PHASES = ("work", "idle", "train", "publish", "wait", "transfer", "generate", "pull", "grade", "start")
 PURPOSES = ("train", "evaluation")
 SOURCES = ("prompt", "model", "tool")
 STATES = ("waiting", "generating", "at_tool", "finished", "consumed", "discarded", "returned")

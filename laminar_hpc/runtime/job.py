@@ -53,10 +53,15 @@ def main(arguments: list[str]) -> int:
         return EXIT_BAD_INPUT
     config = Config.model_validate_json(prepared.config)
     try:
-        return _be(Rank(config, prepared.settings, world, prepared.placements))
+        code = _be(Rank(config, prepared.settings, world, prepared.placements))
     except LaminarError as error:
         print(f"laminar: rank {world.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
+    if world.rank == 0 and code == 0:
+        state = _state(config.run_dir)
+        # Nobody reads the exit code below `laminar run`; a batch system must not take a run that was stopped for a finished one.
+        return 0 if state == "finished" or (state == "stopped" and options.run_dir) else EXIT_FAILED
+    return code
 
 
 class _Prepared(msgspec.Struct):
@@ -93,13 +98,13 @@ def _be(rank: Rank) -> int:
     if not rank.world.finish(clean=leaving is Leaving.TOGETHER, timeout_s=FAREWELL_S):
         sys.stdout.flush()
         os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
-    return EXIT_FAILED if rank.me.role is Role.MANAGER and not _ended_well(rank.config.run_dir) else 0
+    return 0
 
 
-def _ended_well(run_dir: str) -> bool:
+def _state(run_dir: str) -> str:
     """By the status file, which is the only word on a job's outcome."""
     status = read_status(run_dir)
-    return status is not None and status.state in ("finished", "stopped")
+    return "" if status is None else status.state
 
 
 def _build_loop(rank: Rank) -> RankLoop:

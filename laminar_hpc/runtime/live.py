@@ -31,6 +31,7 @@ class Live:
         self._next_refresh = 0.0
         self._last_step_s = 0.0
         self._evaluated = 0
+        self._busy_s = self._watched_s = self._counted_s = 0.0
         self._status = Status.blank()
         self._status.reason = "starting engines and trainers"
         self._status.attempt = rank.attempt
@@ -87,7 +88,9 @@ class Live:
         print(status.line(), flush=True)
 
     def refresh(self, now: float) -> None:
-        """Bring the status file up to date, now and then."""
+        """To be called often: watches who is busy, and brings the status file up to date now and then."""
+        self._busy_s += self._controller.rollouts_busy * (now - self._watched_s)
+        self._watched_s = now
         if now < self._next_refresh:
             return
         self._next_refresh = now + REFRESH_S
@@ -120,5 +123,7 @@ class Live:
             self._generated.popleft()
         tokens = sum(count for _, count in self._generated)
         self._status.generation_tokens_per_s = tokens / min(RATE_WINDOW_S, max(now, 1e-9))
-        self._status.rollouts_busy = self._controller.rollouts_busy
+        if self._watched_s > self._counted_s:
+            self._status.rollouts_busy = self._busy_s / (self._watched_s - self._counted_s)
+            self._busy_s, self._counted_s = 0.0, self._watched_s
         self._status.updated_s = time.time()

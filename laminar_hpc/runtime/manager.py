@@ -97,7 +97,7 @@ class ManagerLoop:
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
-    def step(self, now: float) -> bool:
+    def turn(self, now: float) -> bool:
         """Timers and watchdogs."""
         if self._ending is not None:
             return self._farewell(now)

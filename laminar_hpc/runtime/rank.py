@@ -1,6 +1,6 @@
 """The frame of every rank's loop: mail, clock, record, heartbeat, idle back-off, and the reasons to leave.
 
-A role's loop is a `Role`: `start`, then `step` again and again until `done`. A step never waits: it does what has
+A role's loop is a `RankLoop`: `start`, then `turn` again and again until `done`. A turn never waits: it does what has
 arrived and says whether that was anything. The waiting happens here, in one place, with a bound on everything.
 """
 
@@ -50,7 +50,7 @@ class RankLoop(Protocol):
     def start(self, now: float) -> None:
         """Begin: start workers, say hello."""
 
-    def step(self, now: float) -> bool:
+    def turn(self, now: float) -> bool:
         """Do all that can be done now; whether that was anything."""
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
@@ -60,7 +60,7 @@ class RankLoop(Protocol):
         """What this rank waits for, "" while it works."""
 
     def phase(self, busy: bool) -> str:
-        """The phase that the time since the last step counts to (record.schema.PHASES of its role)."""
+        """The phase that the time since the last turn counts to (record.schema.PHASES of its role)."""
 
     def channels(self) -> list[Channel]:
         """The workers' channels, so that an idle loop wakes when one speaks."""
@@ -98,6 +98,11 @@ class Rank:
     def ranks_of(self, role: Role) -> list[int]:
         """The ranks of a role, in order of their index."""
         return [rank for rank, placement in enumerate(self.placements) if placement.role is role]
+
+    def place_on_node(self) -> int:
+        """How many ranks of this role on this node come before this one: which of the node's GPUs is its."""
+        here = [placement for placement in self.placements[: self.world.rank] if placement.node == self.me.node]
+        return sum(placement.role is self.me.role for placement in here)
 
     def log_path(self, worker: str) -> str:
         """Where a worker of this rank writes its output."""
@@ -144,7 +149,7 @@ def run_loop(rank: Rank, loop: RankLoop) -> Leaving:
         while not loop.done:
             now = rank.now()
             busy = frame.deliver(loop, now)
-            busy = loop.step(now) or busy
+            busy = loop.turn(now) or busy
             frame.attend(loop, now, busy)
             if busy:
                 frame.nap_s = SHORTEST_NAP_S
@@ -163,7 +168,7 @@ def run_loop(rank: Rank, loop: RankLoop) -> Leaving:
 
 
 class _Frame:
-    """What all loops share between two steps."""
+    """What all loops share between two turns."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank

@@ -52,7 +52,7 @@ class RelayLoop:
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
-    def step(self, now: float) -> bool:
+    def turn(self, now: float) -> bool:
         """Move chunks; tell the manager what is complete."""
         if self._forwarder is None or self._lender is None:
             return False
@@ -64,7 +64,7 @@ class RelayLoop:
             if self._rank.record is not None:
                 self._rank.record.add("relay_versions", version=version, time_s=now, seconds=seconds, nbytes=nbytes)
         self._lender.poll()
-        return bool(complete) or self._forwarder.busy
+        return bool(complete) or self._forwarder.moved
 
     def waiting_for(self) -> str:
         """What this relay waits for."""
@@ -72,7 +72,9 @@ class RelayLoop:
 
     def phase(self, busy: bool) -> str:
         """Whether chunks are under way."""
-        return "transfer" if self._forwarder is not None and self._forwarder.busy else "idle"
+        if self._forwarder is None:
+            return "start"
+        return "transfer" if self._forwarder.busy else "idle"
 
     def channels(self) -> list[Channel]:
         """None: a relay has no worker."""

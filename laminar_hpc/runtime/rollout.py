@@ -84,6 +84,7 @@ class RolloutLoop:
         if rank.me.relay_rank is None:
             raise ProtocolError(f"{rank.name}: no relay on this node")
         self._relay = rank.me.relay_rank
+        self._device = rank.place_on_node()
         self._puller = Puller(rank.world.rank, self._relay, rank.mail.send)
 
     def start(self, now: float) -> None:
@@ -109,7 +110,7 @@ class RolloutLoop:
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
-    def step(self, now: float) -> bool:
+    def turn(self, now: float) -> bool:
         """Pass on what the workers have said, and start the engine when it is due."""
         outcomes = self._grader.poll(now)
         for outcome in outcomes:
@@ -131,7 +132,9 @@ class RolloutLoop:
         return "" if self._active else "prompts from the manager"
 
     def phase(self, busy: bool) -> str:
-        """Of generate, pull, grade, idle: where its time goes."""
+        """Of start, generate, pull, grade, idle: where its time goes."""
+        if not self._engine_up:
+            return "start"
         if self._pull_since is not None:
             return "pull"
         if any(active.stop is None for active in self._active.values()):
@@ -338,7 +341,7 @@ class RolloutLoop:
         self._start_engine_at = None
         self._engine_heard_s = now
         self._engine = Worker("engine", engine_worker.main, self._rank.log_path("engine"))
-        self._tell_engine(StartEngine(self._config, self._manifest))
+        self._tell_engine(StartEngine(self._config, self._manifest, self._device))
 
     def _tell_engine(self, message: AnyRecord) -> None:
         """Where the engine's process has just ended, the next look at it finds out, with its last words."""

@@ -81,14 +81,14 @@ class TrainerLoop:
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
-    def step(self, now: float) -> bool:
+    def turn(self, now: float) -> bool:
         """Hear the worker, give it the next thing to do, move chunks."""
         heard = self._hear_worker()
         began = self._begin_next()
         moving = False
         if self._publisher is not None:
             self._publisher.poll()
-            moving = self._publisher.busy
+            moving = self._publisher.moved
         return heard or began or moving
 
     def waiting_for(self) -> str:
@@ -107,6 +107,8 @@ class TrainerLoop:
 
     def phase(self, busy: bool) -> str:
         """Of train, publish, wait: where its worker's time goes."""
+        if self._publisher is None:
+            return "start"
         match self._at:
             case Train():
                 return "train"

@@ -11,15 +11,18 @@ import difflib
 import functools
 import hashlib
 import time
+import warnings
 from typing import Any
-
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.answers import OPEN_TAG, as_response, final_answer
+
+with warnings.catch_warnings():  # some of its data sets' libraries are old
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
 Entry = dict[str, Any]
 
