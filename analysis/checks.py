@@ -18,7 +18,7 @@ from laminar_hpc.record import schema
 from laminar_hpc.record.lineage import Lineage, read_lineage
 from laminar_hpc.record.reader import Rows, Run
 
-from .series import columns, trained_on
+from .series import columns, counted, groups_without_signal, trained_on
 
 DETAILS = 20
 """Violations and open things that a check names; the others are counted."""
@@ -29,7 +29,7 @@ class Result(str, Enum):
 
     HOLDS = "holds"
     VIOLATED = "violated"
-    NOT_RECORDED = "not recorded"
+    NOTHING = "nothing to check"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ def run_checks(run: Run) -> list[Check]:
         versions_never_go_back(run),
         staleness_bound(run),
     ]
+
+
+def warnings(run: Run) -> list[str]:
+    """What breaks no rule, but makes the run pointless."""
+    _, equal = groups_without_signal(run)
+    if len(equal) and equal.all():
+        return ["no group had differing rewards: nothing can be learned"]
+    return []
 
 
 def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
@@ -91,9 +99,8 @@ def one_version_per_group(run: Run) -> Check:
             wrong.append(f"group {key[1]} has versions {_list(versions)}")
         elif key in outcomes and {outcomes[key]} != versions:
             wrong.append(f"group {key[1]} is recorded as version {outcomes[key]}, its members as {_list(versions)}")
-    return _check(
-        "every group comes from one weight version", len(members), wrong, f"{len(members):,} groups trained on"
-    )
+    figure = f"{counted(len(members), 'group')} trained on"
+    return _check("every group comes from one weight version", len(members), wrong, figure)
 
 
 def prompts_accounted_for(run: Run) -> Check:
@@ -118,9 +125,7 @@ def prompts_accounted_for(run: Run) -> Check:
         wrong += [f"group {group} has trajectories that were trained on, but was not consumed" for _, group in orphans]
         wrong += still_open
         still_open = []
-    figure = (
-        f"{len(handed_out | ended):,} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
-    )
+    figure = f"{_by_purpose(run)} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
     figure += f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open at the end"
     rule = "every prompt handed out is consumed once, returned, or discarded with a reason"
     return _check(rule, len(handed_out | ended), wrong, figure, still_open)
@@ -142,10 +147,11 @@ def samples_match_steps(run: Run) -> Check:
         step_tokens = int(row["prompt_tokens"]) + int(row["response_tokens"])
         if (samples[key], tokens[key]) != (int(row["samples"]), step_tokens):
             wrong.append(
-                f"step {key[1]} reports {row['samples']} trajectories and {step_tokens} tokens, "
-                f"{samples[key]} and {tokens[key]} were consumed for it"
+                f"step {key[1]} reports {_trajectories(int(row['samples']))} and {counted(step_tokens, 'token')}, "
+                f"{samples[key]:,} and {tokens[key]:,} were consumed for it"
             )
-    return _check("every step trained on exactly what was consumed for it", len(rows), wrong, f"{len(rows):,} steps")
+    rule = "every step trained on exactly what was consumed for it"
+    return _check(rule, len(rows), wrong, counted(len(rows), "step"))
 
 
 def pulls_match_publications(run: Run) -> Check:
@@ -168,7 +174,7 @@ def pulls_match_publications(run: Run) -> Check:
             compared += 1
             if digest != published[version]:
                 wrong.append(f"{who} has digest {digest:016x}, published was {published[version]:016x}")
-    figure = f"{compared:,} of {len(pulls):,} pulls compared, {len(published):,} versions"
+    figure = f"{compared:,} of {counted(len(pulls), 'pull')} compared, {counted(len(published), 'version')}"
     return _check(rule, compared, wrong, figure, still_open)
 
 
@@ -181,7 +187,7 @@ def versions_never_go_back(run: Run) -> Check:
         for before, after in pairwise(versions):
             if after < before:
                 wrong.append(f"rank {rank} went from version {before} back to {after}")
-    figure = f"{len(pulls):,} pulls of {len(np.unique(pulls['rank'])):,} rollouts"
+    figure = f"{counted(len(pulls), 'pull')} of {counted(len(np.unique(pulls['rank'])), 'rollout')}"
     return _check("versions held by a rollout never go back", len(pulls), wrong, figure)
 
 
@@ -192,16 +198,16 @@ def staleness_bound(run: Run) -> Check:
     worst = int(staleness.max(initial=0))
     mode = run.setting("mode")
     if not mode:
-        return Check("the staleness bound is kept", Result.NOT_RECORDED, f"largest {worst}, mode not on record")
+        return Check("the staleness bound is kept", Result.NOTHING, f"largest {worst}, mode not on record")
     bound = _allowed_staleness(run)
     eviction = run.config.get("control", {}).get("eviction", "none")
     pipeline = f"mode {mode['name']}" + (f", eviction {eviction}" if eviction != "none" else "")
-    figure = f"largest {worst} of {len(rows):,} trajectories"
+    figure = f"largest {worst} of {_trajectories(len(rows))}"
     if bound is None:
         rule = f"staleness is measured ({pipeline} sets no bound)"
         return _check(rule, len(rows), [], figure)
     wrong = [
-        f"trajectory {row['trajectory']} was {row['staleness_consumption']} versions old in step {row['step']}"
+        f"trajectory {row['trajectory']} was {counted(row['staleness_consumption'], 'version')} old in step {row['step']}"
         for row in rows[staleness > bound]
     ]
     return _check(f"staleness at consumption is at most {bound} ({pipeline})", len(rows), wrong, figure)
@@ -219,9 +225,24 @@ def _check(rule: str, checked: int, wrong: list[str], figure: str, still_open: l
     named = wrong or still_open or []
     details = named[:DETAILS] + ([f"and {len(named) - DETAILS:,} more"] if len(named) > DETAILS else [])
     if wrong:
-        figure += f"; {len(wrong):,} violations"
-    result = Result.VIOLATED if wrong else Result.HOLDS if checked else Result.NOT_RECORDED
+        figure += f"; {counted(len(wrong), 'violation')}"
+    result = Result.VIOLATED if wrong else Result.HOLDS if checked else Result.NOTHING
     return Check(rule, result, figure, details)
+
+
+def _trajectories(count: int) -> str:
+    return counted(count, "trajectory", "trajectories")
+
+
+def _by_purpose(run: Run) -> str:
+    """How many prompts were handed out for training, and how many for evaluation."""
+    names = schema.TABLES["groups"].column("purpose").names
+    tables = (run.table("hand_outs"), run.table("groups"))
+    purposes = {
+        (attempt, group): p for rows in tables for attempt, group, p in columns(rows, "attempt", "group", "purpose")
+    }
+    counts = Counter(names[purpose] for purpose in purposes.values())
+    return f"{counts['train']:,} training and {counted(counts['evaluation'], 'evaluation prompt')}"
 
 
 def _ended_in_order(run: Run) -> bool:

@@ -14,7 +14,19 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run
 
-from .series import Floats, binned, phase_seconds, staleness_counts, step_throughput, steps, trained_on
+from .series import (
+    Floats,
+    StepThroughput,
+    counted,
+    engine_work,
+    last_moment_s,
+    phase_seconds,
+    rollouts,
+    staleness_counts,
+    step_throughput,
+    steps,
+    trained_on,
+)
 
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A8F98"
 """Colours that the colour-blind can tell apart: Okabe and Ito 2008, "Color Universal Design"."""
@@ -22,6 +34,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7
 INK = "#30343B"
 
 PHASE_COLOURS = {
+    "start": PINK,
     "work": BLUE,
     "train": BLUE,
     "generate": BLUE,
@@ -32,6 +45,10 @@ PHASE_COLOURS = {
     "wait": "#C5CAD1",
     "idle": "#E4E7EB",
 }
+
+OTHER_PHASE = SKY
+
+LINE = 1.6
 
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -46,7 +63,7 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.8,
     "axes.axisbelow": True,
     "legend.frameon": False,
-    "lines.linewidth": 1.6,
+    "lines.linewidth": LINE,
 }
 
 WIDTH_INCH = 7.6
@@ -97,24 +114,36 @@ def reward(run: Run) -> Figure | None:
 
 def throughput(run: Run) -> Figure | None:
     """Generated tokens and trained-on tokens per second over time."""
-    rows = run.table("engine")
-    ends_s, seconds, rates = step_throughput(run)
-    if not len(rows) and not len(rates):
+    work, timed = engine_work(run), step_throughput(run)
+    if not work and not len(timed.rows):
         return None
-    figure, (axes,) = _panels(1)
-    if len(rows) > 1:
-        bins = min(TIME_BINS, max(1, len(rows) // 4))
-        middles, sums, _ = binned(rows["time_s"], rows["generated_tokens"].astype(np.float64), bins)
-        width_s = middles[1] - middles[0] if bins > 1 else max(float(np.ptp(rows["time_s"])), 1e-9)
-        _line(axes, middles, sums / width_s, BLUE, "generation (new tokens)")
-    if len(rates):
-        label = "training (a step's tokens / time between publications)"
-        times_s = np.concatenate([[ends_s[0] - seconds[0]], ends_s])
-        axes.step(times_s, np.concatenate([rates[:1], rates]), where="pre", color=ORANGE, label=label)
-    axes.set(title="Throughput", xlabel="time (s)", ylabel="token/s")
-    _from_zero(axes)
-    _legend(axes)
+    end_s = last_moment_s(run)
+    figure, (above, below) = _panels(2)
+    edges_s = np.linspace(0.0, end_s, TIME_BINS + 1)
+    generated = sum(np.diff(one.until(edges_s, one.rows["generated_tokens"].astype(np.float64))) for one in work)
+    if work:
+        above.stairs(generated / np.diff(edges_s), edges_s, color=BLUE, linewidth=LINE)
+    above.set(title="Generation, all rollouts: new tokens", ylabel="token/s")
+    for tokens, colour, label in (
+        (timed.tokens, ORANGE, "prompts and responses"),
+        (timed.response_tokens, BLUE, "responses"),
+    ):
+        _spans(below, timed, tokens / timed.seconds, end_s, colour, label)
+    below.set(title="Training: a step's tokens / time between publications", ylabel="token/s")
+    _legend(below)
+    for axes in (above, below):
+        _from_zero(axes)
+    _time_axis(below, end_s)
     return figure
+
+
+def _spans(axes: Axes, timed: StepThroughput, values: Floats, end_s: float, colour: str, label: str) -> None:
+    """A value for each step from publication to publication, and 0 where no step is timed."""
+    edges_s = np.concatenate([[0.0], np.column_stack([timed.begins_s, timed.ends_s]).ravel(), [end_s]])
+    heights = np.zeros(len(edges_s) - 1)
+    heights[1::2] = values
+    has_width = np.diff(edges_s) > 0
+    axes.stairs(heights[has_width], edges_s[np.append(has_width, True)], color=colour, linewidth=LINE, label=label)
 
 
 def staleness(run: Run) -> Figure | None:
@@ -182,7 +211,7 @@ def _phase_bar(axes: Axes, place: int, seconds: dict[str, float]) -> None:
     left, whole = 0.0, sum(seconds.values())
     narrow = []
     for phase, spent in seconds.items():
-        share, colour = spent / whole, PHASE_COLOURS[phase]
+        share, colour = spent / whole, PHASE_COLOURS.get(phase, OTHER_PHASE)
         axes.barh(place, share, left=left, height=0.6, color=colour, edgecolor="white")
         if share > 0.07:
             ink = "white" if colour in (BLUE, ORANGE, GREEN) else INK
@@ -195,25 +224,26 @@ def _phase_bar(axes: Axes, place: int, seconds: dict[str, float]) -> None:
 
 
 def engine(run: Run) -> Figure | None:
-    """Use of the KV cache, and trajectories in the engines, over time."""
-    rows = run.table("engine")
-    if not len(rows):
+    """Use of the KV cache, and trajectories in the engines, over time: 0 while an engine does not work."""
+    work = engine_work(run)
+    if not work:
         return None
-    bins = min(TIME_BINS, max(1, len(rows) // 4))
-    ranks = len(np.unique(rows["rank"]))
+    end_s, count = last_moment_s(run), rollouts(run)
+    edges_s = np.linspace(0.0, end_s, TIME_BINS + 1)
     figure, (above, below) = _panels(2)
-    times = rows["time_s"]
-    middles, sums, counts = binned(times, rows["kv_use"], bins)
-    filled = counts > 0
-    mean = sums[filled] / counts[filled]
-    _line(above, middles[filled], mean, GREEN, "")
-    above.set(title=f"KV cache, mean of {ranks} rollouts", ylabel="share in use", ylim=(-0.03, 1.03))
-    for column, colour, label in (("running", BLUE, "running"), ("waiting", ORANGE, "waiting for a place")):
-        _, sums, counts = binned(times, rows[column].astype(np.float64), bins)
-        _line(below, middles[filled], sums[filled] / counts[filled], colour, label)
-    below.set(title="Trajectories in a rollout's engine, mean", ylabel="trajectories", xlabel="time (s)")
+    for axes, column, colour, label in (
+        (above, "kv_use", GREEN, "in use"),
+        (below, "running", BLUE, "running"),
+        (below, "waiting", ORANGE, "waiting for a place"),
+    ):
+        total = sum(np.diff(one.until(edges_s, one.level(column) * one.seconds)) for one in work)
+        axes.stairs(total / np.diff(edges_s) / count, edges_s, color=colour, linewidth=LINE, label=label)
+    above.set(title=f"KV cache, mean of {counted(count, 'rollout')}, an idle engine as 0", ylabel="share in use")
+    above.set_ylim(0, 1.03)
+    below.set(title="Trajectories in a rollout's engine, mean", ylabel="trajectories")
     _from_zero(below)
     _legend(below)
+    _time_axis(below, end_s)
     return figure
 
 
@@ -224,9 +254,9 @@ def policy(run: Run) -> Figure | None:
         return None
     figure, (top, middle, bottom) = _panels(3)
     _line(top, rows["step"], rows["entropy"], BLUE, "")
-    top.set(title="Entropy", ylabel="nat")
+    top.set(title="Entropy", ylabel="nat a token")
     _line(middle, rows["step"], rows["kl_behaviour"], GREEN, "")
-    middle.set(title="KL divergence to the behaviour policy", ylabel="nat")
+    middle.set(title="KL divergence to the behaviour policy", ylabel="nat a token")
     _line(bottom, rows["step"], rows["clip_fraction_high"], ORANGE, "at the upper bound")
     _line(bottom, rows["step"], rows["clip_fraction_low"], PINK, "at the lower bound")
     bottom.set(title="Clipped tokens", ylabel="share of tokens")
@@ -252,6 +282,11 @@ def _line(axes: Axes, x: Floats, y: Floats, colour: str, label: str) -> None:
 def _steps_axis(axes: Axes) -> None:
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _time_axis(axes: Axes, end_s: float) -> None:
+    """The run's whole time, the same in all figures."""
+    axes.set(xlabel="time since the start of the run (s)", xlim=(0.0, end_s))
 
 
 def _from_zero(axes: Axes) -> None:

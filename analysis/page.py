@@ -55,6 +55,7 @@ def render(
     state: str,
     summary: list[tuple[str, str]],
     checks: list[Check],
+    warnings: list[str],
     figures: list[tuple[str, str]],
     tables: list[Table],
     unreadable: Sequence[tuple[str, str]],
@@ -68,6 +69,7 @@ def render(
         _summary(summary),
         "<h2>Checks</h2>",
         _checks(checks),
+        *(f'<p class="unsure"><strong>warning: {escape(warning)}</strong></p>' for warning in warnings),
         "<h2>Figures</h2>",
         _figures(figures),
         "<h2>Tables</h2>",
@@ -91,7 +93,7 @@ def _summary(pairs: list[tuple[str, str]]) -> str:
 
 
 def _checks(checks: list[Check]) -> str:
-    colours = {Result.HOLDS: "good", Result.VIOLATED: "bad", Result.NOT_RECORDED: "unsure"}
+    colours = {Result.HOLDS: "good", Result.VIOLATED: "bad", Result.NOTHING: "unsure"}
     rows = []
     for check in checks:
         details = "".join(f"<li>{escape(detail)}</li>" for detail in check.details)

@@ -16,7 +16,7 @@ from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.record.reader import Run
 from laminar_hpc.record.status import was_killed
 
-from .checks import Check, Result, run_checks
+from .checks import Check, Result, run_checks, warnings
 from .page import render
 from .series import steps
 from .tables import Table, all_tables, summary
@@ -35,13 +35,14 @@ class Report:
 
     run: Run
     checks: list[Check]
+    warnings: list[str]
     tables: list[Table]
     summary: list[tuple[str, str]]
 
 
 def make_report(run: Run) -> Report:
     """Run all checks and make all tables."""
-    return Report(run, run_checks(run), all_tables(run), summary(run))
+    return Report(run, run_checks(run), warnings(run), all_tables(run), summary(run))
 
 
 def print_report(report: Report) -> None:
@@ -54,6 +55,8 @@ def print_report(report: Report) -> None:
     for name, value in report.summary:
         console.print(f"  {name}: {value}", markup=False, highlight=False)
     _print_checks(console, report.checks)
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", "yellow"))
     for table in report.tables:
         _print_table(console, table)
     if not len(steps(run)):
@@ -87,6 +90,7 @@ def write_report(report: Report, out_dir: str | None = None) -> str:
             state=state(run),
             summary=report.summary,
             checks=report.checks,
+            warnings=report.warnings,
             figures=pictures,
             tables=report.tables,
             unreadable=run.unreadable,
@@ -134,7 +138,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _print_checks(console: Console, checks: list[Check]) -> None:
-    colours = {Result.HOLDS: "green", Result.VIOLATED: "bold red", Result.NOT_RECORDED: "yellow"}
+    colours = {Result.HOLDS: "green", Result.VIOLATED: "bold red", Result.NOTHING: "yellow"}
     table = RichTable(title="Checks", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for header in ("result", "rule", "on"):
         table.add_column(header)

@@ -45,29 +45,52 @@ def steps(run: Run) -> Rows:
 
 
 class StepThroughput(NamedTuple):
-    """For each step between two publications: when the second one was, seconds between them, and tokens/s."""
+    """Steps between two publications, of the step before and of their own: their rows, and when both were."""
 
+    rows: Rows
+    begins_s: Floats
     ends_s: Floats
-    seconds: Floats
-    rates: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        """Time between the publications."""
+        return self.ends_s - self.begins_s
+
+    @property
+    def tokens(self) -> Floats:
+        """Prompt and response tokens of what each step trained on."""
+        prompts: Floats = self.rows["prompt_tokens"].astype(np.float64)
+        return prompts + self.response_tokens
+
+    @property
+    def response_tokens(self) -> Floats:
+        """The response tokens among them."""
+        responses: Floats = self.rows["response_tokens"].astype(np.float64)
+        return responses
+
+    @property
+    def rates(self) -> Floats:
+        """Tokens/s of each step; the paper measures throughput so (section 8.1)."""
+        return self.tokens / self.seconds
+
+    def after_warm_up(self) -> StepThroughput:
+        """Without the steps that are left out of means."""
+        skipped = warm_up(len(self.rows))
+        return StepThroughput(self.rows[skipped:], self.begins_s[skipped:], self.ends_s[skipped:])
 
 
 def step_throughput(run: Run) -> StepThroughput:
-    """A step's tokens over the time between the publication before it and its own; the paper measures throughput so.
-
-    Its tokens are those of the prompts and responses it trained on.
-    """
+    """The steps whose own publication and the one before are on record, in order."""
     published = {(int(p["attempt"]), int(p["step"])): float(p["time_s"]) for p in run.table("publications")}
-    ends_s, seconds, rates = [], [], []
-    for row in steps(run):
-        step, attempt = int(row["step"]), int(row["attempt"])
+    rows = steps(run)
+    found, begins_s, ends_s = [], [], []
+    for index, (attempt, step) in enumerate(columns(rows, "attempt", "step")):
         before, after = published.get((attempt, step - 1)), published.get((attempt, step))
-        if before is None or after is None or after <= before:
-            continue
-        ends_s.append(after)
-        seconds.append(after - before)
-        rates.append((int(row["prompt_tokens"]) + int(row["response_tokens"])) / (after - before))
-    return StepThroughput(np.array(ends_s), np.array(seconds), np.array(rates))
+        if before is not None and after is not None and after > before:
+            found.append(index)
+            begins_s.append(before)
+            ends_s.append(after)
+    return StepThroughput(rows[found], np.array(begins_s), np.array(ends_s))
 
 
 def warm_up(count: int) -> int:
@@ -108,10 +131,75 @@ def phase_seconds(run: Run) -> dict[str, dict[str, float]]:
     return totals
 
 
-def binned(times_s: Floats, values: Floats, bins: int) -> tuple[Floats, Floats, Floats]:
-    """Sums and counts of `values` in equal bins of time: middles of the bins in s, sums, counts."""
-    low, high = float(times_s.min()), float(times_s.max())
-    high = max(high, low + 1e-9)
-    sums, edges = np.histogram(times_s, bins=bins, range=(low, high), weights=values)
-    counts, _ = np.histogram(times_s, bins=bins, range=(low, high))
-    return (edges[:-1] + edges[1:]) / 2, sums, counts.astype(np.float64)
+def last_moment_s(run: Run) -> float:
+    """The latest moment that the record tells of, in s after the clock's zero."""
+    tables = (run.table(name)["time_s"] for name in ("phases", "engine", "publications"))
+    return max((float(times_s.max()) for times_s in tables if len(times_s)), default=0.0)
+
+
+def rollouts(run: Run) -> int:
+    """How many rollouts have a file, whether they generated or not."""
+    return len({file.rank for file in run.files if file.role == "rollout"})
+
+
+class EngineWork(NamedTuple):
+    """One rollout's rows of the table `engine`, and the stretch in which its engine worked for each.
+
+    The stretch is the `busy_s` before the row; where two would overlap, as the message of the earlier was late, that
+    one is moved back. Between stretches the engine does nothing.
+    """
+
+    rows: Rows
+    begins_s: Floats
+    ends_s: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        """Length of each stretch."""
+        return self.ends_s - self.begins_s
+
+    def level(self, column: str) -> Floats:
+        """The value of `column` in each stretch.
+
+        It is the larger of those at its two ends: what begins or ends within a stretch is seen at one end only.
+        """
+        values = self.rows[column].astype(np.float64)
+        larger: Floats = np.maximum(values, np.concatenate([[0.0], values[:-1]]))
+        return larger
+
+    def until(self, times_s: Floats, amounts: Floats) -> Floats:
+        """How much of `amounts`, each spread evenly over its stretch, has come up until each of `times_s`."""
+        totals = np.cumsum(amounts)
+        knots_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
+        sums: Floats = np.interp(times_s, knots_s, np.column_stack([totals - amounts, totals]).ravel())
+        return sums
+
+
+def engine_work(run: Run) -> list[EngineWork]:
+    """The work of each rollout that has generated anything."""
+    table = run.table("engine")
+    found = []
+    for rank in np.unique(table["rank"]):
+        rows = table[table["rank"] == rank]
+        begins_s, ends_s = np.empty(len(rows)), np.empty(len(rows))
+        limit_s = np.inf
+        for index in reversed(range(len(rows))):
+            ends_s[index] = min(float(rows["time_s"][index]), limit_s)
+            begins_s[index] = limit_s = ends_s[index] - float(rows["busy_s"][index])
+        found.append(EngineWork(rows, begins_s, ends_s))
+    return found
+
+
+def groups_without_signal(run: Run) -> tuple[Ints, NDArray[np.bool_]]:
+    """The step of each group that was trained on, and whether its rewards are all equal: it gives no gradient then."""
+    rows = trained_on(run)
+    _, first, member_of = np.unique(rows[["attempt", "group"]], return_index=True, return_inverse=True)
+    low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(low, member_of, rows["reward"])
+    np.maximum.at(high, member_of, rows["reward"])
+    return rows["step"][first], low == high
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number of things: 1 rollout, 2 rollouts."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

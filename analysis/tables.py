@@ -13,11 +13,27 @@ import numpy as np
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run
 
-from .series import fifths, phase_seconds, staleness_counts, step_throughput, steps, trained_on, warm_up
+from .series import (
+    Floats,
+    StepThroughput,
+    counted,
+    engine_work,
+    fifths,
+    groups_without_signal,
+    last_moment_s,
+    phase_seconds,
+    staleness_counts,
+    step_throughput,
+    steps,
+    trained_on,
+)
 
 ABSENT = "–"  # noqa: RUF001 (a dash for people)
 
 _NUMBER = re.compile(r"\d+")
+
+STOPPED_BY_A_PERSON = (b"stopped: signal SIGINT", b"stopped: signal SIGTERM")
+"""Ends of a job, on record among the failures, that are none: somebody asked for them."""
 
 MANY_ROWS = 40
 """Longer lists keep their first and last rows."""
@@ -49,48 +65,81 @@ def all_tables(run: Run) -> list[Table]:
 
 
 def throughput(run: Run) -> Table:
-    """How fast the run generated and trained."""
-    rows: list[list[str]] = []
-    engine = run.table("engine")
-    if len(engine):
-        span_s = float(np.ptp(engine["time_s"]))
-        generated = int(engine["generated_tokens"].sum())
-        busy_s = float(engine["busy_s"].sum())
-        rows.append(["generation, all rollouts", "token/s", _rate(generated, span_s)])
-        rows.append(["generation, a rollout while its engine works", "token/s", _rate(generated, busy_s)])
+    """How fast the run generated and trained: sums over the time of the steps after warm-up, the whole run without any."""
+    steady = step_throughput(run).after_warm_up()
+    whole_s = last_moment_s(run)
+    rows, note = [], "Over the whole run."
+    if len(steady.rows):
+        rows += _generation(run, steady.begins_s, steady.ends_s)
+        rows += _training(steady)
+        first, last = steady.rows["step"][[0, -1]]
+        over = f"step {first}" if first == last else f"steps {first} to {last}"
+        note = f"Over {over}, from publication to publication ({steady.seconds.sum():.1f} s), but for the last row."
+    else:
+        rows += _generation(run, np.zeros(1), np.array([whole_s]))
+    note += (
+        " Generation counts new tokens, those of evaluations too; training counts prompts and responses, if not said."
+    )
     trained = steps(run)
-    tokens = int(trained["prompt_tokens"].sum()) + int(trained["response_tokens"].sum())
     if len(trained):
-        rows.append(["training, while a step runs", "token/s", _rate(tokens, float(trained["train_s"].sum()))])
-    _, seconds, rates = step_throughput(run)
-    skipped = warm_up(len(rates))
-    if len(rates):
-        rows.append(["a step's tokens / time between publications", "token/s", number(float(np.mean(rates[skipped:])))])
-        rows.append(["time between publications", "s", number(float(np.mean(seconds[skipped:])))])
-        whole = float(np.sum(rates * seconds)) / float(np.sum(seconds))
-        rows.append(["tokens of all steps / time of all steps", "token/s", number(whole)])
-    note = "Generation counts new tokens; the other rates count prompt and response tokens of what was trained on."
-    if len(rates):
-        note += f" Means of {len(rates) - skipped} steps, after {skipped} of warm-up."
-    return Table("Throughput", ["", "unit", "mean"], rows, note)
+        tokens = int(trained["prompt_tokens"].sum()) + int(trained["response_tokens"].sum())
+        rows.append(["training, whole run, start-up included", "token/s", _rate(tokens, whole_s)])
+    return Table("Throughput", ["", "unit", "value"], rows, note)
+
+
+def _generation(run: Run, begins_s: Floats, ends_s: Floats) -> list[list[str]]:
+    """Throughput of the engines in these spans of time."""
+    generated = busy_s = 0.0
+    work = engine_work(run)
+    for one in work:
+        for amounts, sign in ((ends_s, 1), (begins_s, -1)):
+            generated += sign * float(one.until(amounts, one.rows["generated_tokens"].astype(np.float64)).sum())
+            busy_s += sign * float(one.until(amounts, one.seconds).sum())
+    if not work:
+        return []
+    return [
+        ["generation, all rollouts", "token/s", _rate(generated, float((ends_s - begins_s).sum()))],
+        ["generation, a rollout while its engine works", "token/s", _rate(generated, busy_s)],
+    ]
+
+
+def _training(steady: StepThroughput) -> list[list[str]]:
+    """Throughput of the trainers over these steps."""
+    tokens, seconds = float(steady.tokens.sum()), float(steady.seconds.sum())
+    return [
+        ["training", "token/s", _rate(tokens, seconds)],
+        ["training, response tokens only", "token/s", _rate(float(steady.response_tokens.sum()), seconds)],
+        ["training, while a step runs", "token/s", _rate(tokens, float(steady.rows["train_s"].sum()))],
+        ["time between publications", "s", number(seconds / len(steady.rows))],
+        ["as in the paper: mean of tokens of a step / its time", "token/s", number(float(np.mean(steady.rates)))],
+    ]
 
 
 def rewards(run: Run) -> Table:
-    """What the training trajectories earned, at the start and at the end."""
+    """What the training trajectories earned, at the start, at the end and on the whole."""
     rows = steps(run)
     part = max(1, len(rows) // 5)
-    shown = []
+    series: list[tuple[str, str, Floats, float]] = []
     if len(rows):
         lengths = rows["response_tokens"] / np.maximum(1, rows["samples"])
         for name, unit, values in (
             ("reward", "1", rows["reward_mean"]),
             ("response length", "token", lengths),
-            ("entropy", "nat", rows["entropy"]),
+            ("entropy", "nat a token", rows["entropy"]),
         ):
-            first, last = fifths(values)
-            shown.append([name, unit, number(first), number(last), number(last - first, signed=True)])
-    note = f"Means over the first and the last fifth of the {len(rows)} steps ({part} each)."
-    return Table("Training", ["", "unit", "first fifth", "last fifth", "change"], shown, note)
+            series.append((name, unit, values, float(np.mean(values))))
+    step_of, equal = groups_without_signal(run)
+    if len(equal):
+        numbers = np.unique(step_of)
+        shares = np.array([np.mean(equal[step_of == step]) for step in numbers])
+        series.append(("groups whose rewards are all equal", "share", shares, float(np.mean(equal))))
+    shown = []
+    for name, unit, values, whole in series:
+        first, last = fifths(values)
+        shown.append([name, unit, number(first), number(last), number(last - first, signed=True), number(whole)])
+    note = f"Means over the first and the last fifth of {counted(len(rows), 'step')} ({part} each), and over all."
+    note += " A group whose rewards are all equal gives no gradient."
+    return Table("Training", ["", "unit", "first fifth", "last fifth", "change", "whole run"], shown, note)
 
 
 def evaluations(run: Run) -> Table:
@@ -135,7 +184,7 @@ def phases(run: Run) -> Table:
         total = sum(seconds.values())
         for phase, spent in seconds.items():
             rows.append([f"{role}: {phase}", number(spent / ranks[role]), _share(spent, total)])
-    return Table("Time by phase", ["", "s a rank", "share"], rows)
+    return Table("Time by phase", ["", "s per rank", "share"], rows)
 
 
 def weights(run: Run) -> Table:
@@ -180,6 +229,7 @@ def failures(run: Run) -> Table:
             text(row["text"]),
         ]
         for row in run.table("failures")
+        if row["rank"] != schema.MISSING or row["text"] not in STOPPED_BY_A_PERSON
     ]
     return Table("Failures", ["", "rank", "what happened"], _shortened(rows))
 
@@ -194,7 +244,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
     first, last = fifths(trained["reward_mean"])
     pairs = [
         ("Mode", run.setting("mode").get("name", ABSENT)),
-        ("Ranks", ", ".join(f"{count} {role}" for role, count in roles.items())),
+        ("Ranks", ", ".join(counted(count, role) for role, count in roles.items())),
         ("Attempts", str(len(run.attempts))),
         ("Model", config.get("model", {}).get("path", ABSENT)),
         ("Task", _task(config)),
@@ -207,7 +257,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
         pairs.append(("Reward", f"{number(first)} to {number(last)}"))
     if len(accuracies):
         pairs.append(("Accuracy", f"{number(accuracies[0])} to {number(accuracies[-1])}"))
-    pairs += [("Commit", run.metadata.get("git_commit", ABSENT)), ("Manager's host", run.metadata.get("host", ABSENT))]
+    pairs += [("Commit", _program(run)), ("Manager's host", run.metadata.get("host", ABSENT))]
     return pairs
 
 
@@ -236,6 +286,13 @@ def _task(config: dict[str, Any]) -> str:
     if not task:
         return ABSENT
     return f"{task['name']}: {task['dataset'] if task['name'] == 'reasoning_gym' else task['path']}"
+
+
+def _program(run: Run) -> str:
+    """The commit, which is unknown where the package was installed without its repository, and the package's version."""
+    commit = run.metadata.get("git_commit", ABSENT)
+    version = run.setting("packages").get("laminar_hpc")
+    return f"{commit} (laminar_hpc {version})" if version else commit
 
 
 def _rate(amount: float, seconds: float) -> str:

@@ -185,7 +185,7 @@ def test_a_killed_trainer_worker_ends_the_job(laminar: Laminar) -> None:
     status = status_of(laminar)
     assert status is not None
     assert status.state == "failed"
-    assert status.reason.startswith("rank 1 (trainer): EngineError: the trainer's worker has ended; see ")
+    assert status.reason.startswith("rank 2 (trainer): EngineError: the trainer's worker has ended; see ")
     readable_record(laminar)
     accounted_for(laminar)
 
