@@ -4,7 +4,8 @@
     BEGUN -> OPEN (nobody holds that version any more: all prompts are answered again, by another one)
 
 Invariants: all responses of a reported round come from one version, which is not older than the one the round was opened
-for. Prompts are handed out round by round, oldest first.
+for. A rollout draws from a round that is bound to its version before it begins another, oldest first: so a round that was
+begun ends, also when an older one has to start over in the meantime and another version takes that one.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ class Rounds:
 
     @property
     def handing_out(self) -> Round | None:
-        """The round that prompts are handed out from: the oldest that has any left."""
+        """The oldest round that has prompts left to hand out."""
         return next((one for one in self.open_rounds if one.pending), None)
 
     def drawable(self, version: int) -> Round | None:
-        """The round that a rollout holding `version` may draw from now."""
-        one = self.handing_out
-        if one is None:
-            return None
-        if one.answered_by is None:
-            return one if version >= one.version else None
-        return one if version == one.answered_by else None
+        """The round that a rollout holding `version` may draw from now: one that is bound to it, else the oldest free one."""
+        pending = [one for one in self.open_rounds if one.pending]
+        bound = next((one for one in pending if one.answered_by == version), None)
+        if bound is not None:
+            return bound
+        free = next((one for one in pending if one.answered_by is None), None)
+        return free if free is not None and version >= free.version else None
 
     def draw(self, one: Round, version: int) -> int:
         """Hand out the next prompt of a round, which from now on is `version`'s."""

@@ -62,3 +62,18 @@ def test_a_round_that_starts_over_keeps_its_groups_and_asks_every_prompt_again()
     assert one.groups == {0: 100, 1: 101}
     assert rounds.finish(100) is None
     assert rounds.finish(101) is one
+
+
+def test_a_round_that_was_begun_ends_although_an_older_one_starts_over():
+    rounds = Rounds()
+    rounds.open(0, 1)
+    rounds.open(2, 2)
+    old = rounds.drawable(1)
+    draw(rounds, old, 1, 100)
+    new = rounds.drawable(2)
+    draw(rounds, new, 2, 101)
+    rounds.start_over(old)  # nobody holds version 1 any more
+    draw(rounds, rounds.drawable(3), 3, 100)  # a third version answers it
+    assert rounds.drawable(2) is new
+    draw(rounds, new, 2, 102)
+    assert rounds.drawable(2) is None

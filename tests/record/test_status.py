@@ -22,7 +22,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_status(str(tmp_path)) == status
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
     assert status.line() == (
-        "step 3/10  reward 0.250  generation 0 tok/s  training 0 tok/s  staleness -  rollouts busy 1/2"
+        "step 3/10  reward 0.250  generation 0 tok/s  training 0 tok/s  staleness -  rollouts busy 1.0 of 2"
     )
 
 
