@@ -129,7 +129,7 @@ def throughput(run: Run) -> Figure | None:
         (timed.response_tokens, BLUE, "responses"),
     ):
         _spans(below, timed, tokens / timed.seconds, end_s, colour, label)
-    below.set(title="Training: a step's tokens / time between publications", ylabel="token/s")
+    below.set(title="Training: tokens of a step / its time", ylabel="token/s")
     _legend(below)
     for axes in (above, below):
         _from_zero(axes)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar_hpc.analysis.checks import Check, Result, run_checks
+from laminar_hpc.analysis.checks import Check, Result, run_checks, warnings
 from laminar_hpc.protocol.trajectory import Block, Source
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import open_run
@@ -40,7 +40,10 @@ def test_a_good_record_passes(tmp_path: Path, make_ledger: MakeLedger, mode: str
     # 10 steps of 4 groups of 4, and one prompt that is returned; 2 rollouts pull 11 versions each
     assert figures[ONE_VERSION] == "160 trained on; orders and answers on record agree for 160"
     assert figures[ONE_GROUP_VERSION] == "40 groups trained on"
-    assert figures[PROMPTS] == "41 handed out: 40 consumed, 1 returned, 0 discarded, 0 open at the end"
+    assert (
+        figures[PROMPTS]
+        == "41 training and 0 evaluation prompts handed out: 40 consumed, 1 returned, 0 discarded, 0 open at the end"
+    )
     assert figures[PULLS] == "22 of 22 pulls compared, 11 versions"
     assert (BOUND in figures) == (mode == "sync")
 
@@ -172,7 +175,7 @@ def test_each_violation_is_found(
     assert [check.rule for check in checks if check.result is Result.VIOLATED] == [rule]
     found = by_rule(checks)[rule]
     assert found.details[0].startswith(detail)
-    assert "violations" in found.figure
+    assert "violation" in found.figure
 
 
 def test_the_bound_of_the_mode(tmp_path: Path, make_ledger: MakeLedger) -> None:
@@ -180,7 +183,7 @@ def test_the_bound_of_the_mode(tmp_path: Path, make_ledger: MakeLedger) -> None:
     ledger.table("trajectories")[20]["staleness_consumption"] = 1
     check = by_rule(run_checks(ledger.write(tmp_path / "run")))[BOUND]
     assert check.result is Result.VIOLATED
-    assert check.details == ["trajectory 20 was 1 versions old in step 2"]
+    assert check.details == ["trajectory 20 was 1 version old in step 2"]
 
 
 @pytest.mark.parametrize(("allowed", "result"), [(2, Result.HOLDS), (1, Result.VIOLATED)])
@@ -229,7 +232,38 @@ def test_pulls_without_digests_are_not_called_good(tmp_path: Path, make_ledger: 
         for row in ledger.table("pulls", rank):
             row["digest"] = None
     check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PULLS]
-    assert check.result is Result.NOT_RECORDED
+    assert check.result is Result.NOTHING
+
+
+def test_evaluation_prompts_are_counted_apart(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(10)
+    for number in (100, 101):  # one is open, of the other the hand-out was not flushed
+        row = {"group": number, "prompt": number, "purpose": "evaluation", "handed_out_s": 1.0}
+        if number == 100:
+            ledger.table("hand_outs").append(row)
+        else:
+            ended = {"state": "consumed", "reason": "evaluation of version 0", "trajectories": 1, "settled_s": 2.0}
+            ledger.table("groups").append(row | ended | {"version": 0, "step": None})
+    ledger.closed = False
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PROMPTS]
+    assert check.figure.startswith("41 training and 2 evaluation prompts handed out: 41 consumed, 1 returned")
+
+
+@pytest.mark.parametrize(("differing", "warned"), [(0, True), (1, False)])
+def test_a_run_without_any_signal_is_warned_of(
+    tmp_path: Path, make_ledger: MakeLedger, differing: int, warned: bool
+) -> None:
+    ledger = make_ledger(4)
+    for row in ledger.table("trajectories"):
+        row["reward"] = float(row["group"] % 2)  # groups differ from each other, their members do not
+    for row in ledger.table("trajectories")[:differing]:
+        row["reward"] = 0.5
+    run = ledger.write(tmp_path / "run")
+    assert warnings(run) == (["no group had differing rewards: nothing can be learned"] if warned else [])
+
+
+def test_before_any_group_there_is_nothing_to_warn_of(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    assert warnings(make_ledger(0).write(tmp_path / "run")) == []
 
 
 def test_many_violations_are_counted_and_some_named(tmp_path: Path, make_ledger: MakeLedger) -> None:

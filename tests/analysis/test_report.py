@@ -91,6 +91,19 @@ def test_violations_are_on_the_page_and_in_the_terminal(
     assert not (tmp_path / "run" / "report").exists()
 
 
+def test_a_run_that_cannot_learn_is_warned_of_once(
+    tmp_path: Path, make_ledger: MakeLedger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = make_ledger(4)
+    for row in ledger.table("trajectories"):
+        row["reward"] = 0.0
+    report = make_report(ledger.write(tmp_path / "run"))
+    line = "warning: no group had differing rewards: nothing can be learned"
+    print_report(report)
+    assert capsys.readouterr().out.count(line) == 1
+    assert Page(write_report(report)).texts.count(line) == 1
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "records").mkdir()
     path = tmp_path / "records" / schema.file_name("manager", 0, 0)
@@ -100,7 +113,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture
     assert page.images == []
     assert "The record has no figures yet." in page.texts
     assert "The record has no numbers yet." in page.texts
-    assert page.texts.count("not recorded") == 7
+    assert page.texts.count("nothing to check") == 7
     assert "holds" not in page.texts
     assert ending(run) == "no status file; its record ends in mid-run"
     print_report(make_report(run))
