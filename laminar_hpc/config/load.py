@@ -24,7 +24,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
             data = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only TOML's own errors: a number may have too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for override in overrides or []:
         _put(data, override)
@@ -56,7 +56,7 @@ def _value(text: str) -> Any:
     """A TOML value; a word that is none is taken as a string, so that the shell's quotes need no second pair."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -98,4 +98,6 @@ def resolve_paths(config: Config) -> Config:
 
 
 def _absolute(path: str) -> str:
+    if "\0" in path:
+        raise ConfigError(f"a path must not hold a NUL character, got {path!r}")
     return os.path.abspath(os.path.expanduser(path)) if path else path

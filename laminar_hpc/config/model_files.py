@@ -33,6 +33,8 @@ def read_end_tokens(model_dir: str) -> frozenset[int]:
 def read_json(path: str) -> dict[str, Any]:
     """The JSON object in the file at `path`; ConfigError, one line naming the path, where there is none."""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
+            raise ConfigError(f"model.path: {path} is no regular file")
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except OSError as error:

@@ -14,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0)]
 class Section(BaseModel):
     """A table of the config file; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Job(Section):

@@ -24,6 +24,9 @@ EXIT_INTERRUPTED = 130
 ORDERLY_END_S = 6.0
 """After a Ctrl-C: how long the ranks have to close their records, before they are killed."""
 
+LEAVING_S = 20.0
+"""After the status file has said that the job is over: how long mpiexec may take to end."""
+
 LAST_WORD_S = 5.0
 """After mpiexec has ended: how long the manager, if it still lives, has to say why."""
 
@@ -74,6 +77,7 @@ class _Interrupts:
 def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console) -> None:
     """Pass on what the job prints, with the state of the run below it on a terminal, until mpiexec has ended."""
     interrupted_at: float | None = None
+    over_since = time.monotonic()
     live = console.status("starting") if console.is_terminal else contextlib.nullcontext()
     with selectors.DefaultSelector() as selector, live as display:
         selector.register(job.output, selectors.EVENT_READ)
@@ -89,8 +93,13 @@ def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console
                 display.update(_state_line(run_dir))
             if not open_output:
                 job.wait(0.1)
+            now = time.monotonic()
+            status = _status(run_dir)
+            if status is None or not status.over:
+                over_since = now
+            elif now - over_since > LEAVING_S:
+                job.end(signal.SIGKILL)  # the job says that it is over, but mpiexec does not end
             if interrupts.received is not None:
-                now = time.monotonic()
                 if interrupted_at is None:
                     interrupted_at = now
                     _ask_to_end(job, run_dir, interrupts.received)

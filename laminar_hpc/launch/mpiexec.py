@@ -19,6 +19,11 @@ NODE_VARIABLE = "LAMINAR_NODE"
 """Tells a rank which node it counts to, where the launcher plays several nodes on one machine."""
 
 
+MOST_RANKS = 128
+RANKS_A_CORE = 8
+"""`laminar run` starts at most so many ranks, whichever of the two bounds is larger."""
+
+
 def find_mpiexec() -> str:
     """The `mpiexec` that belongs to this Python: beside it, else the first on PATH. ConfigError where there is none."""
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
@@ -58,6 +63,16 @@ def command_line(config: Config, arguments: list[str]) -> list[str]:
     return line
 
 
+def check_machine(config: Config) -> None:
+    """ConfigError where a job has more ranks than this one machine can be meant to run."""
+    allowed = max(MOST_RANKS, RANKS_A_CORE * (os.cpu_count() or 1))
+    if config.job.ranks > allowed:
+        raise ConfigError(
+            f"job: {config.job.ranks} ranks (1 manager, {config.job.trainers} trainers, {config.job.relays} relays, "
+            f"{config.job.rollouts} rollouts) on one machine; at most {allowed} are allowed here"
+        )
+
+
 def open_mpi_settings() -> dict[str, str]:
     """Environment variables that Open MPI needs on one machine whose cores are shared."""
     settings = {
@@ -82,7 +97,8 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 class Launch:
     """A running `mpiexec`, in a process group of its own so that a Ctrl-C reaches this program only.
 
-    It gets a SIGTERM from the kernel when this program is killed, so that no job goes on that nobody follows.
+    The kernel kills it when this program is killed, and the ranks then end in order, since their launcher is gone: no job
+    goes on that nobody follows.
     """
 
     def __init__(self, line: list[str], env: dict[str, str]) -> None:
@@ -122,4 +138,4 @@ class Launch:
 def _end_with_parent() -> None:
     """Linux: a signal for this process when its parent dies."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

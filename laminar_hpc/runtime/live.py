@@ -31,6 +31,7 @@ class Live:
         self._next_refresh = 0.0
         self._last_step_s = 0.0
         self._evaluated = 0
+        self._first_tokens_s: float | None = None
         self._busy_s = self._watched_s = self._counted_s = 0.0
         self._status = Status.blank()
         self._status.reason = "starting engines and trainers"
@@ -55,6 +56,8 @@ class Live:
         match event:
             case Streamed():
                 new = 0
+                if self._first_tokens_s is None:
+                    self._first_tokens_s = self._last_step_s = now  # rates do not count the start
                 for progress in event.progress:
                     new += max(0, progress.tokens - self._streamed.get(progress.trajectory, 0))
                     self._streamed[progress.trajectory] = progress.tokens
@@ -122,7 +125,8 @@ class Live:
         while self._generated and self._generated[0][0] < now - RATE_WINDOW_S:
             self._generated.popleft()
         tokens = sum(count for _, count in self._generated)
-        self._status.generation_tokens_per_s = tokens / min(RATE_WINDOW_S, max(now, 1e-9))
+        span_s = min(RATE_WINDOW_S, now - self._first_tokens_s) if self._first_tokens_s is not None else 0.0
+        self._status.generation_tokens_per_s = tokens / max(span_s, REFRESH_S)
         if self._watched_s > self._counted_s:
             self._status.rollouts_busy = self._busy_s / (self._watched_s - self._counted_s)
             self._busy_s, self._counted_s = 0.0, self._watched_s

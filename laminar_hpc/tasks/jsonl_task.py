@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from laminar_hpc.config.schema import Config
@@ -95,6 +97,8 @@ def _split(config: Config) -> tuple[Numbered, Numbered]:
 
 def read_lines(path: str, key: str) -> Numbered:
     """The lines of a JSON Lines file; ConfigError with FILE:LINE for the first one that is wrong. `key` names the setting."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
+        raise ConfigError(f"{key}: {path}: cannot be read: it is no regular file")
     try:
         with open(path, "rb") as file:
             rows = file.read().split(b"\n")

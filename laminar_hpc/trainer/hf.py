@@ -14,6 +14,9 @@ from laminar_hpc.weights.manifest import make_manifest
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors itself sets."""
 
+INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+
 DTYPES = {"BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 """Names of element types, as safetensors has them."""
 
@@ -25,13 +28,11 @@ def check_model_directory(path: str) -> None:
     architecture, an end token, safetensors with a sound header, or tokenizer.json.
     """
     files = _list_directory(path)
-    _check_config(path, files)
-    read_end_tokens(path)
-    shards = sorted(name for name in files if name.endswith(".safetensors"))
-    if not shards:
-        raise ConfigError(f"model.path: {path} has no *.safetensors file")
-    for shard in shards:
-        _check_header(os.path.join(path, shard))
+    vocab_size, hidden_size = _check_config(path, files)
+    ends = read_end_tokens(path)
+    if max(ends) >= vocab_size:
+        raise ConfigError(f"model.path: {path}: eos_token_id {max(ends)} is no token: vocab_size is {vocab_size}")
+    _check_shards(path, files, vocab_size, hidden_size)
     if "tokenizer.json" not in files:
         raise ConfigError(f"model.path: {path} has no tokenizer.json")
     read_json(os.path.join(path, "tokenizer.json"))
@@ -84,22 +85,50 @@ def _list_directory(path: str) -> set[str]:
         raise ConfigError(f"model.path: {path} cannot be read: {error.strerror}") from error
 
 
-def _check_config(path: str, files: set[str]) -> None:
+def _check_config(path: str, files: set[str]) -> tuple[int, int]:
+    """The sizes of vocabulary and hidden states."""
     if "config.json" not in files:
         raise ConfigError(f"model.path: {path} has no config.json")
     file = os.path.join(path, "config.json")
     config = read_json(file)
-    architectures = config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES.values():
-        found = ", ".join(map(str, architectures)) or "none"
+    architectures = config.get("architectures")
+    if architectures not in [[name] for name in ARCHITECTURES.values()]:
         allowed = ", ".join(ARCHITECTURES.values())
-        raise ConfigError(f"model.path: {file}: architectures must be one of {allowed}, got {found}")
-    if not isinstance(config.get("vocab_size"), int):
-        raise ConfigError(f"model.path: {file}: vocab_size must be a whole number, got {config.get('vocab_size')!r}")
+        raise ConfigError(
+            f"model.path: {file}: architectures must be a list of one of {allowed}, got {architectures!r}"
+        )
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = config.get(key)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"model.path: {file}: {key} must be a whole number of at least 1, got {value!r}")
+    return config["vocab_size"], config["hidden_size"]
 
 
-def _check_header(file: str) -> None:
-    """ConfigError where a safetensors file does not begin with a sound header.
+def _check_shards(path: str, files: set[str], vocab_size: int, hidden_size: int) -> None:
+    """The safetensors files: all that the index names, each sound, with an embedding of the config's shape."""
+    shards = {name for name in files if name.endswith(".safetensors")}
+    if not shards:
+        raise ConfigError(f"model.path: {path} has no *.safetensors file")
+    if INDEX in files and "model.safetensors" not in files:
+        named = read_json(os.path.join(path, INDEX)).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ConfigError(f"model.path: {path}/{INDEX}: weight_map must give the file of each tensor")
+        absent = sorted(set(named.values()) - shards)
+        if absent:
+            raise ConfigError(f"model.path: {path} lacks {absent[0]}, which {INDEX} names")
+    shapes: dict[str, Any] = {}
+    for shard in sorted(shards):
+        shapes |= _read_shapes(os.path.join(path, shard))
+    expected = [vocab_size, hidden_size]
+    if shapes.get(EMBEDDING) != expected:
+        raise ConfigError(
+            f"model.path: {path}: the tensor {EMBEDDING} must have the shape {expected} (vocab_size, hidden_size of "
+            f"config.json), got {shapes.get(EMBEDDING)}"
+        )
+
+
+def _read_shapes(file: str) -> dict[str, Any]:
+    """The shape of each tensor in a safetensors file; ConfigError where it does not begin with a sound header.
 
     That is 8 bytes of its length, little-endian, and JSON; the tensors' bytes follow.
     """
@@ -113,6 +142,7 @@ def _check_header(file: str) -> None:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         unknown = {entry["dtype"] for entry in entries.values()} - DTYPES
+        shapes = {name: entry["shape"] for name, entry in entries.items()}
     except OSError as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -121,3 +151,4 @@ def _check_header(file: str) -> None:
         raise ConfigError(f"model.path: {file} has tensors of unknown type {', '.join(sorted(map(repr, unknown)))}")
     if end != size - 8 - length:
         raise ConfigError(f"model.path: {file} is no safetensors file, or was cut off")
+    return shapes

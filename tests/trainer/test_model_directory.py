@@ -18,6 +18,9 @@ CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 7,
+    "hidden_size": 3,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
     "tie_word_embeddings": True,
     "eos_token_id": 5,
 }
@@ -40,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
     root.mkdir()
     (root / "config.json").write_text(json.dumps(CONFIG))
     (root / "tokenizer.json").write_text("{}")
-    (root / "a.safetensors").write_bytes(safetensors({"z": ("BF16", [2, 3], 12)}))
+    (root / "a.safetensors").write_bytes(safetensors({"model.embed_tokens.weight": ("BF16", [7, 3], 42)}))
     (root / "b.safetensors").write_bytes(safetensors({"a": ("F32", [4], 16), "empty": ("F32", [0], 0)}))
     return root
 
@@ -73,9 +76,20 @@ def no_shards(root: Path) -> None:
         (lambda root: (root / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda root: (root / "config.json").write_text("[]"), "config.json must hold a JSON object, got list"),
         (lambda root: (root / "config.json").write_bytes(b"\xff\xfe{"), "config.json is not valid JSON"),
-        (config(architectures=["GPT2LMHeadModel"]), "one of LlamaForCausalLM, .*Qwen3ForCausalLM, got GPT2LMHeadModel"),
-        (config(architectures=None), "got none"),
-        (config(vocab_size="many"), "vocab_size must be a whole number, got 'many'"),
+        (
+            config(architectures=["GPT2LMHeadModel"]),
+            "one of LlamaForCausalLM, .*Qwen3ForCausalLM, got \\['GPT2LMHeadModel'\\]",
+        ),
+        (config(architectures=None), "got None"),
+        (config(architectures=5), "got 5"),
+        (config(hidden_size="x"), "hidden_size must be a whole number of at least 1, got 'x'"),
+        (config(vocab_size=8), r"embed_tokens.weight must have the shape \[8, 3\] .*, got \[7, 3\]"),
+        (config(eos_token_id=7), "eos_token_id 7 is no token: vocab_size is 7"),
+        (
+            lambda root: (root / "model.safetensors.index.json").write_text('{"weight_map": {"x": "c.safetensors"}}'),
+            "lacks c",
+        ),
+        (config(vocab_size="many"), "vocab_size must be a whole number of at least 1, got 'many'"),
         (config(eos_token_id=None), "eos_token_id is in neither"),
         (no_shards, r"has no \*.safetensors file"),
         (cut, "a.safetensors is no safetensors file, or was cut off"),
