@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 import msgspec
 
@@ -20,7 +19,7 @@ from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.record.status import read_status
 from laminar_hpc.runtime.check import check_run
 from laminar_hpc.runtime.paths import create_run_dir, read_config
-from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say_goodbye
+from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say, say_goodbye
 from laminar_hpc.runtime.recording import open_record
 from laminar_hpc.runtime.settings import controller_settings
 
@@ -48,14 +47,14 @@ def main(arguments: list[str]) -> int:
     prepared = msgspec.msgpack.decode(world.broadcast(msgspec.msgpack.encode(prepared)), type=_Prepared)
     if prepared.error or prepared.settings is None:
         if world.rank == 0:
-            print(f"laminar: {prepared.error}", file=sys.stderr, flush=True)
+            say(f"laminar: {prepared.error}", error=True)
         world.finish(clean=True, timeout_s=FAREWELL_S)
         return EXIT_BAD_INPUT
     config = Config.model_validate_json(prepared.config)
     try:
         code = _be(Rank(config, prepared.settings, world, prepared.placements))
     except LaminarError as error:
-        print(f"laminar: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        say(f"laminar: rank {world.rank}: {error}", error=True)
         os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
     if world.rank == 0 and code == 0:
         state = _state(config.run_dir)
@@ -92,11 +91,10 @@ def _be(rank: Rank) -> int:
     try:
         rank.record.close()
     except RecordError as error:
-        print(f"{rank.name}: {error}", file=sys.stderr, flush=True)
+        say(f"{rank.name}: {error}", error=True)
     if leaving is not Leaving.LOST and rank.me.role is not Role.MANAGER:
         say_goodbye(rank)
     if not rank.world.finish(clean=leaving is Leaving.TOGETHER, timeout_s=FAREWELL_S):
-        sys.stdout.flush()
         os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
     return 0
 

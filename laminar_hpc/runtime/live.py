@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 
@@ -11,7 +10,7 @@ from laminar_hpc.errors import RecordError
 from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
 from laminar_hpc.protocol.events import AnyEvent, RankLost, Streamed
 from laminar_hpc.record.status import Status, write_status
-from laminar_hpc.runtime.rank import Rank
+from laminar_hpc.runtime.rank import Rank, say
 
 RATE_WINDOW_S = 10.0
 """Generation speed is a mean over this long."""
@@ -43,11 +42,10 @@ class Live:
         """Say what begins."""
         config = self._rank.config
         job = config.job
-        print(
+        say(
             f"{job.ranks} ranks: 1 manager, {job.trainers} trainer, {job.relays} relay, {job.rollouts} rollout; "
             f"mode {config.control.mode}, engines {config.trainer.engine} and {config.rollout.engine}; "
             f"{self._rank.world.library.split(',')[0]}",
-            flush=True,
         )
         self.refresh(now)
 
@@ -63,7 +61,7 @@ class Live:
                     self._streamed[progress.trajectory] = progress.tokens
                 self._generated.append((now, new))
             case RankLost():
-                print(f"rank {event.rank} lost its worker: {event.reason}", flush=True)
+                say(f"rank {event.rank} lost its worker: {event.reason}")
             case _:
                 pass
 
@@ -76,10 +74,9 @@ class Live:
             if report.version >= self._evaluated:  # an old version on a slow rollout may report late
                 self._evaluated = report.version
                 status.last_accuracy = report.accuracy
-            print(
+            say(
                 f"held-out prompts, version {report.version} (step {report.step}): accuracy {report.accuracy:.3f}, "
                 f"reward {report.reward_mean:.3f}, {report.graded} of {report.prompts} graded",
-                flush=True,
             )
             return
         tokens = report.prompt_tokens + report.response_tokens
@@ -88,7 +85,7 @@ class Live:
         status.step, status.version = report.step, report.version
         status.reward, status.staleness = report.reward_mean, report.staleness_consumption_mean
         self._measure(now)
-        print(status.line(), flush=True)
+        say(status.line())
 
     def refresh(self, now: float) -> None:
         """To be called often: watches who is busy, and brings the status file up to date now and then."""
@@ -119,7 +116,7 @@ class Live:
         try:
             write_status(self._rank.config.run_dir, self._status)
         except RecordError as error:
-            print(f"{self._rank.name}: {error}", file=sys.stderr, flush=True)
+            say(f"{self._rank.name}: {error}", error=True)
 
     def _measure(self, now: float) -> None:
         while self._generated and self._generated[0][0] < now - RATE_WINDOW_S:

@@ -6,7 +6,6 @@ record, the live status, and two watchdogs: ranks that say nothing, and a job in
 
 from __future__ import annotations
 
-import sys
 from typing import cast
 
 from laminar_hpc.control.controller import Controller
@@ -40,7 +39,7 @@ from laminar_hpc.protocol.peer import (
 from laminar_hpc.protocol.trajectory import State
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.live import Live
-from laminar_hpc.runtime.rank import FAREWELL_S, Rank
+from laminar_hpc.runtime.rank import FAREWELL_S, Rank, say
 from laminar_hpc.runtime.recording import ManagerRecord
 from laminar_hpc.runtime.store import Store
 
@@ -221,7 +220,7 @@ class ManagerLoop:
             lines.append(f"{name} {what} (heard {now - heard:.0f} s ago)")
             if self._recorded is not None:
                 self._recorded.waits(now, rank, beat.waiting_for, beat.since_s)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        say("\n".join(lines), error=True)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

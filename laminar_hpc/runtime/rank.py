@@ -40,6 +40,12 @@ FAREWELL_S = 5.0
 """How long ranks wait for each other at the end."""
 
 
+def say(text: str, error: bool = False) -> None:
+    """Print a line, on stderr where it is an error. Whoever reads may be gone: that must not keep a rank from its end."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
 class RankLoop(Protocol):
     """What a role does."""
 
@@ -208,7 +214,7 @@ class _Frame:
         if self.rank.parent_is_gone():
             self.left_alone = "the launcher is gone"
         if self.left_alone:
-            print(f"{self.rank.name}: {self.left_alone}; ending", file=sys.stderr, flush=True)
+            say(f"{self.rank.name}: {self.left_alone}; ending", error=True)
             loop.done = True
 
     def _beat(self, loop: RankLoop, now: float) -> None:
@@ -242,7 +248,7 @@ def _report_failure(rank: Rank, error: Exception) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     with open(rank.paths.log(rank.world.rank, rank.me.role.value), "a", encoding="utf-8") as log:
         traceback.print_exc(file=log)
-    print(f"{rank.name}: {text}", file=sys.stderr, flush=True)
+    say(f"{rank.name}: {text}", error=True)
     if rank.world.rank != MANAGER:
         with contextlib.suppress(LaminarError):  # the line on stderr is what is left
             rank.tell_manager(Failure(rank.world.rank, rank.me.role.value, text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def laminar(tmp_path: Path, model: Path) -> Laminar:
+def laminar(tmp_path: Path, model: Path) -> Iterator[Laminar]:
     """The command, with a small model at hand."""
-    return Laminar(tmp_path, model)
+    command = Laminar(tmp_path, model)
+    yield command
+    command.end()

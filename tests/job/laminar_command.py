@@ -21,6 +21,7 @@ class Laminar:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory = directory
         self.model = model
+        self._started: list[subprocess.Popen[str]] = []
 
     def config(self, text: str = "", **sections: dict[str, object]) -> Path:
         """A config file for a job of a few seconds; `sections` go over its values."""
@@ -55,11 +56,20 @@ class Laminar:
         return subprocess.run(line, capture_output=True, text=True, timeout=deadline_s, cwd=self.directory, check=False)
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start, and leave it to the test to end it."""
+        """Start, and leave it to the test to end it, or to `end`."""
         line = [LAMINAR, *map(str, arguments)]
-        return subprocess.Popen(
+        command = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.directory, start_new_session=True
         )
+        self._started.append(command)
+        return command
+
+    def end(self) -> None:
+        """Kill what a test that failed has left running; a job ends with its command."""
+        for command in self._started:
+            if command.poll() is None:
+                command.kill()
+                command.wait()
 
 
 def _toml(value: object) -> str:
