@@ -123,4 +123,4 @@ def test_the_report_of_a_run(laminar: Laminar) -> None:
     assert done.returncode == 0, done.stderr
     page = laminar.run_dir / "report" / "report.html"
     assert f"report: {page}" in done.stdout
-    assert "every group one version" in page.read_text()
+    assert "every group comes from one weight version" in page.read_text()
