@@ -89,12 +89,12 @@ def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console
                     selector.unregister(job.output)
                     open_output = False
                 console.print(text, end="", markup=False, soft_wrap=True)
-            if display is not None:
-                display.update(_state_line(run_dir))
             if not open_output:
                 job.wait(0.1)
             now = time.monotonic()
             status = _status(run_dir)
+            if display is not None:
+                display.update("starting" if status is None else status.line())
             if status is None or not status.over:
                 over_since = now
             elif now - over_since > LEAVING_S:
@@ -115,11 +115,6 @@ def _ask_to_end(job: Launch, run_dir: str, number: signal.Signals) -> None:
             os.kill(status.pid, signal.SIGINT if number is signal.SIGINT else signal.SIGTERM)
             return
     job.end(signal.SIGTERM)
-
-
-def _state_line(run_dir: str) -> str:
-    status = _status(run_dir)
-    return "starting" if status is None else status.line()
 
 
 def _status(run_dir: str) -> Status | None:

@@ -14,10 +14,7 @@ from typing import IO
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
-
-NODE_VARIABLE = "LAMINAR_NODE"
-"""Tells a rank which node it counts to, where the launcher plays several nodes on one machine."""
-
+from laminar_hpc.mpi.world import NODE_VARIABLE
 
 MOST_RANKS = 128
 RANKS_A_CORE = 8
