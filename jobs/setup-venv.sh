@@ -21,6 +21,19 @@ if [[ ! -f $laminar_venv/laminar-stamp || $(<"$laminar_venv/laminar-stamp") != "
   [[ -x $laminar_venv/bin/python ]] || "$laminar_python" -m venv "$laminar_venv"
   "$laminar_venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint "$laminar_root/jobs/constraints.txt" --editable "${laminar_root}[$laminar_extras]"
+  # Compiles what a run imports, once: where PYTHONDONTWRITEBYTECODE is set, every process would do it again, for half
+  # a minute each. Compiling all that was installed would take minutes.
+  env --unset=PYTHONDONTWRITEBYTECODE "$laminar_venv/bin/python" -W ignore - <<'PY'
+import contextlib
+import importlib
+
+for module in (
+    *("torch._dynamo", "transformers", "reasoning_gym", "matplotlib.pyplot", "h5py", "mpi4py", "rich.live", "pydantic"),
+    *(f"transformers.models.{model}.modeling_{model}" for model in ("llama", "qwen2", "qwen3")),
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
+PY
   echo "$laminar_stamp" > "$laminar_venv/laminar-stamp"
 fi
 export PATH="$laminar_venv/bin:$PATH"
