@@ -96,7 +96,7 @@ def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, traine
         assert np.all(np.isfinite(steps[column])), column
 
 
-def test_a_jsonl_task_with_a_verifier(laminar: Laminar) -> None:
+def test_a_jsonl_task_with_a_verifier_and_the_report(laminar: Laminar) -> None:
     prompts = laminar.directory / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(40)))
     run = finished(
@@ -115,10 +115,6 @@ def test_a_jsonl_task_with_a_verifier(laminar: Laminar) -> None:
     assert consumed <= set(blocks)
     for row in trained:
         assert blocks[int(row["trajectory"])] == row["prompt_tokens"] + row["response_tokens"]
-
-
-def test_the_report_of_a_run(laminar: Laminar) -> None:
-    finished(laminar, control={"steps": 2})
     done = laminar("report", laminar.run_dir)
     assert done.returncode == 0, done.stderr
     page = laminar.run_dir / "report" / "report.html"
