@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from importlib import resources
 
 from laminar_hpc.config.load import load_config
-from laminar_hpc.errors import ConfigError
+from laminar_hpc.launch.new_directory import check_new, new_directory
 from laminar_hpc.protocol.trajectory import Purpose
 
 DEMONSTRATIONS = 6000
@@ -22,7 +20,7 @@ def make(directory: str, config_path: str | None, seed: int) -> str:
 
     ConfigError where the directory is not empty or cannot be made, or the task cannot be built.
     """
-    _check_directory(directory)
+    check_new(directory)
     with resources.as_file(resources.files("laminar_hpc.jobs") / "configs" / "quickstart.toml") as quickstart:
         config = load_config(config_path or str(quickstart))
     from laminar_hpc.tasks.build import build_task
@@ -35,21 +33,9 @@ def make(directory: str, config_path: str | None, seed: int) -> str:
         (task.text(Purpose.EVALUATION, i), task.solution(Purpose.EVALUATION, i))
         for i in range(min(HELD_OUT, task.held_out))
     ]
-    part = f"{os.path.abspath(directory)}.{os.getpid()}.part"
-    try:
+    with new_directory(directory) as part:
         result = make_tiny_model(part, examples, held_out, seed)
-        os.replace(part, directory)  # whole or not at all, also when it is interrupted
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return (
         f"{directory}: {result.steps} steps of warm start; held-out prompts: {result.accuracy.greedy:.3f} answered "
         f"greedily, the right answer has probability {result.accuracy.sampled:.3f}"
     )
-
-
-def _check_directory(directory: str) -> None:
-    """Before torch is imported, which takes a while."""
-    if os.path.isdir(directory) and os.listdir(directory):
-        raise ConfigError(f"{directory}: must be a new or an empty directory")

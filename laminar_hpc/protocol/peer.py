@@ -251,11 +251,12 @@ class Grade(Message, frozen=True):
 
 
 class Graded(Message, frozen=True):
-    """The reward. `error` is "" or the one-line reason why there is none."""
+    """The reward. `error` is "" or the one-line reason why there is none, `late` whether that is the deadline."""
 
     trajectory: int
     reward: float
     error: str
+    late: bool = False
 
 
 # --- a trainer's driver <-> its worker ------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ _NUMBER = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9
 _SIGN = r"(?:(?<![\w)\]])[-+\u2212])?"  # after a word or a bracket it is an operator
 _NUMBERS = re.compile(rf"(?P<sign>{_SIGN})(?P<numerator>{_NUMBER})(?:/(?P<denominator>{_NUMBER}))?")
 
-Verifier = Callable[[str, str], bool]
+Verifier = Callable[[str, str, bool], bool]
+"""Of a response, the expected answer, and whether only an answer between tags counts: whether the response is right."""
 
 
 def final_answer(response: str, tags_required: bool = False) -> str | None:
@@ -58,13 +59,23 @@ def same_number(answer: str, expected: str) -> bool:
     return number is not None and number == parse_number(expected)
 
 
-VERIFIERS: dict[str, Verifier] = {"exact": same_text, "number": same_number}
+def has_same_text(response: str, expected: str, tags_required: bool) -> bool:
+    """The verifier "exact": whether the final answer is `expected`, as `same_text` compares."""
+    answer = final_answer(response, tags_required)
+    return answer is not None and same_text(answer, expected)
+
+
+def has_same_number(response: str, expected: str, tags_required: bool) -> bool:
+    """The verifier "number": whether the last number of the final answer is `expected`."""
+    answer = final_answer(response, tags_required)
+    return answer is not None and same_number(answer, expected)
+
+
+VERIFIERS: dict[str, Verifier] = {"exact": has_same_text, "number": has_same_number}
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    if (
-        len(match[0]) > _LONGEST_NUMBER
-    ):  # int() refuses very long ones, which would make a wrong answer look like a failure
+    if len(match[0]) > _LONGEST_NUMBER:  # int() refuses very long ones: a wrong answer would look like a failure
         return None
     value = Fraction(match["numerator"].replace(",", ""))
     if match["denominator"] is not None:

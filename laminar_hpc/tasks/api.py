@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from laminar_hpc.protocol.trajectory import Purpose
+
+Quote = Callable[[str], str]
+"""Marks a data set's text, so that what looks like a special token in it is encoded as the text that it is."""
+
+
+def unquoted(text: str) -> str:
+    """The text as it is: for people, and for models whose tokenizer is not at hand."""
+    return text
 
 
 class PromptCounts(NamedTuple):
@@ -29,8 +38,12 @@ class Task(Protocol):
     def held_out(self) -> int:
         """Held-out prompts (Purpose.EVALUATION) have the indices 0 to `held_out` - 1."""
 
-    def text(self, purpose: Purpose, index: int) -> str:
-        """The text given to the model, the template applied."""
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether `text` brings all special tokens itself, as a chat template does; else the tokenizer adds its own."""
+
+    def text(self, purpose: Purpose, index: int, quote: Quote = unquoted) -> str:
+        """The text given to the model, the templates applied. What comes from the data set goes through `quote`."""
 
     def solution(self, purpose: Purpose, index: int) -> str:
         """A response that is right: what a supervised warm start imitates."""

@@ -9,6 +9,9 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.api import PromptCounts, Task
 
+FILES = ("jsonl", "parquet")
+"""Tasks whose prompts are the rows of a file."""
+
 _CHECK_LIMIT_S = 3.0
 _SAMPLE = 64
 
@@ -18,10 +21,10 @@ def build_task(config: Config, search_limit_s: float | None = None) -> Task:
 
     With `search_limit_s`, a task that has to search for its held-out prompts gives up after that time with those it has.
     """
-    if config.task.name == "jsonl":
-        from laminar_hpc.tasks.jsonl_task import JsonlTask
+    if config.task.name in FILES:
+        from laminar_hpc.tasks.file_task import FileTask
 
-        return JsonlTask(config)
+        return FileTask(config)
     try:
         from laminar_hpc.tasks.reasoning_gym_task import ReasoningGymTask
     except ModuleNotFoundError as error:
@@ -33,7 +36,7 @@ def build_task(config: Config, search_limit_s: float | None = None) -> Task:
 
 def prompt_counts(config: Config) -> PromptCounts:
     """How many prompts the task of this config has, as the task worker will say it; reads the files, draws nothing."""
-    if config.task.name == "jsonl":
+    if config.task.name in FILES:
         task = build_task(config)
         return PromptCounts(task.prompts, task.held_out)
     return PromptCounts(config.task.prompts, config.evaluation.prompts if config.evaluation.every else 0)
@@ -48,6 +51,11 @@ def check_task(config: Config) -> PromptCounts:
         from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
     except ModuleNotFoundError as error:
         raise ConfigError(f"tasks need the package {error.name}: pip install 'laminar_hpc[tasks]'") from error
+    if config.task.overlong_tokens > config.rollout.max_response_tokens:
+        raise ConfigError(
+            f"task.overlong_tokens must be at most rollout.max_response_tokens ({config.rollout.max_response_tokens}), "
+            f"got {config.task.overlong_tokens}"
+        )
     tokenizer = Tokenizer(config.model.path)
     task = build_task(config, search_limit_s=_CHECK_LIMIT_S)
     began_s = time.monotonic()
@@ -56,4 +64,4 @@ def check_task(config: Config) -> PromptCounts:
             encode_prompt(tokenizer, task, purpose, index, config.rollout.max_prompt_tokens)
             if time.monotonic() - began_s > _CHECK_LIMIT_S:
                 break
-    return prompt_counts(config)
+    return PromptCounts(task.prompts, task.held_out) if config.task.name in FILES else prompt_counts(config)

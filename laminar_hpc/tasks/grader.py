@@ -4,15 +4,17 @@ Requests go out in order and are answered in order, so the first one that is una
 few are sent ahead, so that the worker does not wait for its driver; no more than the pipe holds, so that the driver
 never waits for a worker that hangs. The clock of a request starts when the one before it is answered.
 
-    worker                       what happens
-    raises while grading         it says so itself: RAISED
-    cannot make a prompt         it says so itself: NO_PROMPT
-    grades past the deadline     killed; this trajectory is DEADLINE
-    dies while grading           this trajectory is RAISED
-    dies otherwise               counted; too often in a row: EngineError
-    cannot go on (WorkerError)   EngineError with its text
+    request                      what becomes of it
+    a verifier raises            RAISED, says the worker
+    a verifier does not end      DEADLINE, says the worker, which has lost a child to it
+    no prompt can be made        NO_PROMPT, says the worker
 
-After a kill or a death the worker is started again, and what was unanswered is sent again.
+    worker                       what happens
+    dies, or says nothing at     started again; a grade that it was at is RAISED or DEADLINE, anything else is sent again
+    all for longer than that     and counted: too often in a row is an EngineError
+    does not come up in time,    EngineError
+    or cannot go on
+
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ from laminar_hpc.tasks import worker as task_worker
 
 MAX_DEATHS = 3
 """Deaths of the worker in a row, with no answer between them and no verifier to blame, after which the grader gives up."""
+
+GRACE_S = 5.0
+"""How much longer than the request's own bound a worker may take, which includes ending its child and starting another."""
 
 _AHEAD = 16
 _AHEAD_BYTES = 1 << 15
@@ -142,9 +147,9 @@ class Grader:
             for message in self._worker.receive_all():
                 outcomes += self._take(message, now)
         except ChannelClosed:
-            outcomes += self._after_death(now)
+            outcomes += self._after_loss(now, Verdict.RAISED, "died")
         if now - self._since_s > self._bound_s():
-            outcomes += self._after_timeout(now)
+            outcomes += self._after_silence(now)
         self._send(now)
         return outcomes
 
@@ -169,7 +174,8 @@ class Grader:
             case Graded(error=""):
                 outcome = Outcome(message.trajectory, verdict=Verdict.GRADED, reward=message.reward)
             case Graded():
-                outcome = Outcome(message.trajectory, verdict=Verdict.RAISED, reason=message.error)
+                verdict = Verdict.DEADLINE if message.late else Verdict.RAISED
+                outcome = Outcome(message.trajectory, verdict=verdict, reason=message.error)
             case _:
                 raise ProtocolError(f"task worker: unexpected {type(message).__name__}")
         if not self._sent or self._sent[0].message.trajectory != outcome.trajectory:
@@ -182,26 +188,27 @@ class Grader:
         return [outcome] if self._sent.popleft().wanted else []
 
     def _bound_s(self) -> float:
-        """How long the worker may take over what it is at."""
-        if self.up is not None and not self._sent:
+        """How long the worker may say nothing, given what it is at."""
+        if self.up is None:
+            return self._config.job.start_timeout_s
+        if not self._sent:
             return math.inf
-        if self.up is not None and self._sent[0].is_grade:
-            return self._config.task.deadline_s
-        return self._config.job.start_timeout_s
+        is_grade = self._sent[0].is_grade
+        return GRACE_S + (self._config.task.deadline_s if is_grade else self._config.job.start_timeout_s)
 
-    def _after_timeout(self, now: float) -> list[Outcome]:
-        if self.up is None or not self._sent[0].is_grade:
-            self._give_up(f"still waiting for {self.waiting_for()} after job.start_timeout_s = {self._bound_s():g} s")
-        reason = f"longer than task.deadline_s = {self._bound_s():g} s"
-        return self._replace(now, Outcome(self._sent[0].message.trajectory, verdict=Verdict.DEADLINE, reason=reason))
+    def _after_silence(self, now: float) -> list[Outcome]:
+        if self.up is None:
+            self._give_up(f"not up after job.start_timeout_s = {self._bound_s():g} s")
+        return self._after_loss(now, Verdict.DEADLINE, f"said nothing for {self._bound_s():g} s")
 
-    def _after_death(self, now: float) -> list[Outcome]:
+    def _after_loss(self, now: float, verdict: Verdict, what: str) -> list[Outcome]:
         if self.up is not None and self._sent and self._sent[0].is_grade:
-            reason = "the task worker died while grading"
-            return self._replace(now, Outcome(self._sent[0].message.trajectory, verdict=Verdict.RAISED, reason=reason))
+            reason = f"the task worker {what} while grading"
+            return self._replace(now, Outcome(self._sent[0].message.trajectory, verdict=verdict, reason=reason))
         self._deaths += 1
         if self._deaths > MAX_DEATHS:
-            self._give_up(f"died {self._deaths} times in a row while waiting for {self.waiting_for() or 'a request'}")
+            at = self.waiting_for() or "a request"
+            self._give_up(f"lost {self._deaths} times in a row while waiting for {at}: it {what}")
         return self._replace(now, None)
 
     def _replace(self, now: float, outcome: Outcome | None) -> list[Outcome]:

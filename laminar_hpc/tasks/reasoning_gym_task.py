@@ -18,6 +18,8 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.answers import OPEN_TAG, as_response, final_answer
+from laminar_hpc.tasks.api import Quote, unquoted
+from laminar_hpc.tasks.prompts import PromptText
 
 with warnings.catch_warnings():  # some of its data sets' libraries are old
     warnings.simplefilter("ignore", SyntaxWarning)
@@ -46,7 +48,7 @@ class ReasoningGymTask:
 
         `search_limit_s` bounds the time of that search (None: no bound): after it `held_out` is what was found until then.
         """
-        self._template = config.task.template
+        self._prompt_text = PromptText(config)
         self._tags_required = OPEN_TAG in config.task.template
         self._prompts = config.task.prompts
         self._draws = _Draws(config)
@@ -64,9 +66,14 @@ class ReasoningGymTask:
         """Number of held-out prompts."""
         return len(self._held_out)
 
-    def text(self, purpose: Purpose, index: int) -> str:
-        """The question, in the template."""
-        return self._template.replace("{prompt}", self._entry(purpose, index)["question"])
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether the text comes out of a chat template."""
+        return self._prompt_text.has_special_tokens
+
+    def text(self, purpose: Purpose, index: int, quote: Quote = unquoted) -> str:
+        """The question, in the templates."""
+        return self._prompt_text.text(self._entry(purpose, index)["question"], quote)
 
     def solution(self, purpose: Purpose, index: int) -> str:
         """The data set's own answer, between tags where the template asks for them."""

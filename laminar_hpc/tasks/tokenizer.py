@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 
 import tokenizers
 
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.api import Task
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around a special token that is to be encoded as text. Unicode keeps these two out of all text on purpose."""
+
+_QUOTED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 
 
 class Tokenizer:
@@ -27,11 +33,30 @@ class Tokenizer:
             raise ConfigError(f"model.path: {path}: not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, with the special tokens that the tokenizer's own post-processor adds, if any."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+    def quote(self, text: str) -> str:
+        """`text` with marks around what is a special token, so that `encode` takes it as the text that it is."""
+        text = text.replace(_OPEN, "\ufffd").replace(_CLOSE, "\ufffd")
+        return self._special.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", text) if self._special else text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of `text`; special tokens in it become their ids, except where `quote` has marked them.
+
+        `add_special_tokens`: with those that the tokenizer's own post-processor adds, if any.
+        """
+        parts = _QUOTED.split(text)  # text, quoted, text, quoted, ..., text
+        if len(parts) == 1:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        encoded = []
+        for index, part in enumerate(parts):
+            self._tokenizer.encode_special_tokens = index % 2 == 1  # true: they are encoded as text
+            encoded.append(self._tokenizer.encode(part, add_special_tokens=False))
+        self._tokenizer.encode_special_tokens = False
+        whole = tokenizers.Encoding.merge(encoded, growing_offsets=True)
+        return list(self._tokenizer.post_process(whole, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens, special tokens left out."""
@@ -41,7 +66,8 @@ class Tokenizer:
 
 def encode_prompt(tokenizer: Tokenizer, task: Task, purpose: Purpose, index: int, max_tokens: int) -> list[int]:
     """The tokens of a prompt; ConfigError names the prompt where it is empty or longer than `max_tokens`."""
-    tokens = tokenizer.encode(task.text(purpose, index))
+    text = task.text(purpose, index, tokenizer.quote)
+    tokens = tokenizer.encode(text, add_special_tokens=not task.has_special_tokens)
     if not 1 <= len(tokens) <= max_tokens:
         raise ConfigError(
             f"{purpose.value} prompt {index} has {len(tokens)} tokens; rollout.max_prompt_tokens allows 1 to {max_tokens}"

@@ -1,25 +1,23 @@
-"""The task worker: the process in which prompts are made and responses graded, since both run code that is not ours.
+"""The task worker: it builds the task, and has requests for prompts and grades answered by a child process, in order.
 
-It answers its driver's requests one by one, in order. What a verifier prints goes to the worker's log; what it raises
-goes into the answer; what it does to the memory ends at a limit; and when it does not come back, the driver kills it.
+Data sets and verifiers are code that is not ours, fed with text that nobody has read. What they print goes to the worker's
+log; what they raise goes into the answer; what they take of the memory ends at a limit; and where they do not come back,
+or end their process, the child is lost, and nothing else.
 """
 
 from __future__ import annotations
 
-import math
 import resource
-import traceback
-
-import numpy as np
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.protocol.peer import EncodePrompt, Grade, Graded, PromptEncoded, Shutdown, StartTask, TaskUp
-from laminar_hpc.protocol.trajectory import Purpose
+from laminar_hpc.protocol.peer import EncodePrompt, Grade, Shutdown, StartTask, TaskUp
 from laminar_hpc.tasks.api import Task
 from laminar_hpc.tasks.build import build_task
-from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
+from laminar_hpc.tasks.child import Child
+from laminar_hpc.tasks.grading import RequestHandler
+from laminar_hpc.tasks.tokenizer import Tokenizer
 
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of a task worker: what goes beyond it is a MemoryError inside the verifier, not a node out of memory."""
@@ -48,42 +46,17 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def serve(channel: Channel, config: Config, task: Task) -> None:
-    """Report the task as up, then answer requests in order. ConfigError where a prompt is too long."""
-    tokenizer = Tokenizer(config.model.path)
+    """Report the task as up, then answer requests in order."""
+    handler = RequestHandler(config, Tokenizer(config.model.path), task)
+    child = Child(handler.answer, channel)
     channel.send(TaskUp(prompts=task.prompts, held_out=task.held_out))
     while True:
         message = channel.receive(None)
         if isinstance(message, EncodePrompt):
-            channel.send(_encoded(tokenizer, task, message, config.rollout.max_prompt_tokens))
+            channel.send(child.ask(message, config.job.start_timeout_s))
         elif isinstance(message, Grade):
-            channel.send(_graded(tokenizer, task, message))
+            channel.send(child.ask(message, config.task.deadline_s))
         elif isinstance(message, Shutdown):
             return
         else:
             raise ProtocolError(f"task worker: cannot answer {type(message).__name__}")
-
-
-def _encoded(tokenizer: Tokenizer, task: Task, message: EncodePrompt, max_tokens: int) -> PromptEncoded:
-    try:
-        tokens = encode_prompt(tokenizer, task, Purpose(message.purpose), message.prompt, max_tokens)
-    except (Exception, SystemExit) as error:  # a data set is foreign code and may raise anything
-        traceback.print_exc()
-        return PromptEncoded(message.trajectory, b"", _one_line(error))
-    return PromptEncoded(message.trajectory, np.asarray(tokens, "<i4").tobytes())
-
-
-def _graded(tokenizer: Tokenizer, task: Task, message: Grade) -> Graded:
-    try:
-        response = tokenizer.decode(np.frombuffer(message.response, "<i4").tolist())
-        reward = float(task.grade(Purpose(message.purpose), message.prompt, response))
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}")
-    except (Exception, SystemExit) as error:  # a verifier is foreign code and may raise anything
-        traceback.print_exc()
-        return Graded(message.trajectory, 0.0, _one_line(error))
-    return Graded(message.trajectory, reward, "")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]

@@ -2,13 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.trajectory import Purpose
-from laminar_hpc.tasks.worker import limit_memory, receive_start, serve
+
+
+def _hang() -> NoReturn:
+    while True:
+        threading.Event().wait()
+
+
+def _slow() -> float:
+    threading.Event().wait(0.1)
+    return 0.5
+
+
+def _raise() -> NoReturn:
+    raise ValueError("two\nlines")
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt("now")
+
+
+def _catch_everything() -> NoReturn:
+    for _ in itertools.count():
+        with contextlib.suppress(BaseException):
+            threading.Event().wait(0.01)
+    raise AssertionError
+
+
+def _recurse() -> float:
+    return 1.0 + _recurse()
+
+
+def _allocate() -> NoReturn:
+    kept = [bytearray(1 << 28)]
+    while True:
+        kept.append(bytearray(1 << 28))
+
+
+def _come_back_twice() -> float:
+    os.fork()
+    return 1.0
+
+
+def _leave_a_process() -> NoReturn:
+    """The process left behind also leaves the group of the worker."""
+    if os.fork() == 0:
+        os.setsid()
+        _hang()
+    os._exit(4)
+
+
+def _close_everything() -> float:
+    os.closerange(0, 1000)
+    return 1.0
+
+
+def _write_everywhere() -> float:
+    for descriptor in range(3, 50):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\x05\0\0\0\0\0\0\0hello")
+    return 1.0
+
+
+def _print() -> float:
+    print("a verifier that talks")
+    return 1.0
+
+
+def _kill_the_worker() -> float:
+    os.kill(os.getppid(), signal.SIGKILL)
+    return 1.0
+
+
+DEEDS: dict[str, Callable[[], float]] = {
+    "hang": _hang,
+    "slow": _slow,
+    "raise": _raise,
+    "exit": lambda: sys.exit("leaving"),
+    "interrupt": _interrupt,
+    "catch": _catch_everything,
+    "recurse": _recurse,
+    "allocate": _allocate,
+    "die": lambda: os._exit(3),
+    "abort": os.abort,
+    "twice": _come_back_twice,
+    "leave": _leave_a_process,
+    "close": _close_everything,
+    "write": _write_everywhere,
+    "print": _print,
+    "kill": _kill_the_worker,
+}
 
 
 class HostileTask:
@@ -16,12 +110,13 @@ class HostileTask:
 
     prompts = 1000
     held_out = 10
+    has_special_tokens = False
 
-    def text(self, purpose: Purpose, index: int) -> str:
+    def text(self, purpose: Purpose, index: int, quote: Callable[[str], str] = str) -> str:
         """Prompt 666 ends the process."""
         if index == 666:
             os._exit(3)
-        return f"{purpose.value} {index}"
+        return quote(f"{purpose.value} {index}")
 
     def solution(self, purpose: Purpose, index: int) -> str:
         """Any number that is 1."""
@@ -31,40 +126,26 @@ class HostileTask:
     def grade(self, purpose: Purpose, index: int, response: str) -> float:
         """One misbehaviour each."""
         del purpose, index
-        match response.strip("."):
-            case "hang":
-                threading.Event().wait()
-            case "slow":
-                threading.Event().wait(0.1)
-                return 0.5
-            case "raise":
-                raise ValueError("two\nlines")
-            case "exit":
-                sys.exit("leaving")
-            case "die":
-                os._exit(3)
-            case "memory":
-                return float(len(bytearray(8 << 30)))
-            case "print":
-                print("a verifier that talks", flush=True)
-                return 1.0
-        return float(response)
+        deed = DEEDS.get(response.strip("."))
+        return float(response) if deed is None else deed()
 
 
 def main(channel: Channel) -> None:
     """The task worker with the hostile task."""
+    from laminar_hpc.tasks.worker import limit_memory, receive_start, serve
+
     config = receive_start(channel)
-    limit_memory(2 << 30)
+    limit_memory(1 << 30)
     serve(channel, config, HostileTask())
 
 
 def dies_at_once(channel: Channel) -> None:
     """Never comes up."""
-    receive_start(channel)
+    channel.receive(None)
     os._exit(3)
 
 
 def never_up(channel: Channel) -> None:
     """Neither comes up nor ends."""
-    receive_start(channel)
+    channel.receive(None)
     threading.Event().wait()

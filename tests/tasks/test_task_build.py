@@ -12,7 +12,7 @@ import pytest
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.tasks.build import build_task, check_task, prompt_counts
-from laminar_hpc.tasks.jsonl_task import JsonlTask
+from laminar_hpc.tasks.file_task import FileTask
 from laminar_hpc.tasks.reasoning_gym_task import ReasoningGymTask
 
 MakeConfig = Callable[..., Config]
@@ -27,7 +27,7 @@ def jsonl(tmp_path: Path, *prompts: str) -> dict[str, object]:
 def test_the_config_chooses(make_config: MakeConfig, tmp_path: Path) -> None:
     assert isinstance(build_task(make_config()), ReasoningGymTask)
     config = make_config(task=jsonl(tmp_path, "a", "b", "c"), evaluation={"prompts": 1})
-    assert isinstance(build_task(config), JsonlTask)
+    assert isinstance(build_task(config), FileTask)
 
 
 def test_counts_are_those_of_the_built_task(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -51,9 +51,11 @@ def test_a_prompt_that_is_too_long_stops_at_the_door(
         check_task(config)
 
 
-def test_an_empty_prompt_stops_at_the_door(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train prompt 1 has 0 tokens"):
-        check_task(make_config(task=jsonl(tmp_path, "a", "", "c"), evaluation={"prompts": 1}))
+def test_a_penalty_longer_than_responses_stops_at_the_door(make_config: MakeConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"overlong_tokens must be at most rollout\.max_response_tokens \(64\), got 65"
+    ):
+        check_task(make_config(task={"overlong_tokens": 65}, rollout={"max_response_tokens": 64}))
 
 
 def test_a_model_directory_without_tokenizer_stops_at_the_door(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -61,7 +63,12 @@ def test_a_model_directory_without_tokenizer_stops_at_the_door(make_config: Make
         check_task(make_config(model={"path": str(tmp_path)}))
 
 
-@pytest.mark.parametrize(("name", "absent"), [("jsonl", ["reasoning_gym"]), ("reasoning_gym", [])])
+FOR_FILES = ["pyarrow", "jinja2", "math_verify"]
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"), [("jsonl", ["reasoning_gym", *FOR_FILES]), ("reasoning_gym", ["pyarrow", "math_verify"])]
+)
 def test_only_the_chosen_task_is_imported_and_never_torch(
     make_config: MakeConfig, tmp_path: Path, name: str, absent: list[str]
 ) -> None:

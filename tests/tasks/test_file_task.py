@@ -1,8 +1,9 @@
-"""Prompts from a JSON Lines file."""
+"""Prompts from files: what they share, and JSON Lines."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
-from laminar_hpc.tasks.jsonl_task import JsonlTask
+from laminar_hpc.tasks.file_task import FileTask
 
 TRAIN, EVALUATION = Purpose.TRAIN, Purpose.EVALUATION
 
@@ -26,12 +27,12 @@ def numbered(count: int) -> list[tuple[str, str]]:
     return [(f"q{index}", str(index)) for index in range(count)]
 
 
-def make_task(make_config: MakeConfig, path: Path, content: bytes, prompts: int = 2, **task: object) -> JsonlTask:
+def make_task(make_config: MakeConfig, path: Path, content: bytes, prompts: int = 2, **task: object) -> FileTask:
     path.write_bytes(content)
-    return JsonlTask(make_config(task={"name": "jsonl", "path": str(path), **task}, evaluation={"prompts": prompts}))
+    return FileTask(make_config(task={"name": "jsonl", "path": str(path), **task}, evaluation={"prompts": prompts}))
 
 
-def test_the_last_lines_are_held_out(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_last_rows_are_held_out(make_config: MakeConfig, tmp_path: Path) -> None:
     task = make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(5)), template="Q: {prompt} {x}")
     assert (task.prompts, task.held_out) == (3, 2)
     assert [task.text(TRAIN, index) for index in range(3)] == ["Q: q0 {x}", "Q: q1 {x}", "Q: q2 {x}"]
@@ -49,10 +50,10 @@ def test_held_out_prompts_come_from_their_own_file_and_are_never_trained_on(
     assert [task.text(EVALUATION, index) for index in range(task.held_out)] == ["q1", "new"]
 
 
-def test_without_evaluation_all_lines_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_without_evaluation_all_rows_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(rows(*numbered(3)))
-    task = JsonlTask(make_config(task={"name": "jsonl", "path": str(path)}, evaluation={"every": 0}))
+    task = FileTask(make_config(task={"name": "jsonl", "path": str(path)}, evaluation={"every": 0}))
     assert (task.prompts, task.held_out) == (3, 0)
 
 
@@ -90,18 +91,23 @@ GOOD = b'{"prompt": "p", "answer": "1"}\n'
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (GOOD + b'{"prompt": "x", "answer": }\n', [":2:", '"prompt" and "answer"']),
-        (GOOD + GOOD + b'{"prompt": "x"}\n', [":3:", "answer"]),
-        (GOOD + b'{"prompt": "x", "answer": 5}\n', [":2:", "answer", "`str`", "`int`"]),
+        (GOOD + b'{"prompt": "x", "answer": }\n', [":2:", "must be a JSON object"]),
+        (GOOD + GOOD + b'{"prompt": "x"}\n', [":3:", "'answer'", "task.answer_column", "there are: prompt"]),
+        (GOOD + b'{"prompt": "x", "answer": 5}\n', [":2:", "answer", "must be a text, got a number"]),
+        (GOOD + b'{"prompt": null, "answer": "5"}\n', [":2:", "prompt", "must be a text or a list", "got null"]),
+        (GOOD + b'{"prompt": " ", "answer": "5"}\n', [":2:", "prompt", "is empty"]),
+        (GOOD + b'{"prompt": "x", "answer": "#### "}\n', [":2:", "answer", "is empty"]),
+        (GOOD + b'{"prompt": [], "answer": "5"}\n', [":2:", "needs task.chat = true"]),
+        (b"[" * 100_000 + b"\n", [":1:", "must be a JSON object"]),
         (b'["p", "1"]\n', [":1:", "`object`", "`array`"]),
         (GOOD + b"\n" + GOOD, [":2:"]),
         (GOOD + b'{"prompt": "\xff", "answer": "1"}\n', [":2:", "UTF-8", "0xff"]),
         (b"", ["is empty"]),
-        (GOOD * 2, ["2 lines", "evaluation.prompts = 2", "task.held_out_path"]),
+        (GOOD * 2, ["2 rows", "evaluation.prompts = 2", "task.held_out_path"]),
         (GOOD * 5, ["every prompt is also a held-out prompt"]),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(
+def test_a_broken_file_is_named_with_its_row(
     make_config: MakeConfig, tmp_path: Path, content: bytes, words: list[str]
 ) -> None:
     path = tmp_path / "p.jsonl"
@@ -124,10 +130,47 @@ def test_a_file_that_cannot_be_read_is_named(make_config: MakeConfig, tmp_path: 
     (tmp_path / "p.jsonl").write_bytes(GOOD * 3)
     paths = {"path": str(tmp_path / "p.jsonl"), key: str(tmp_path / path)}
     with pytest.raises(ConfigError, match=rf"task\.{key}: .*{path}: cannot be read"):
-        JsonlTask(make_config(task={"name": "jsonl", **paths}))
+        FileTask(make_config(task={"name": "jsonl", **paths}))
 
 
 def test_a_held_out_file_that_is_too_short_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_bytes(GOOD)
-    with pytest.raises(ConfigError, match=r"h\.jsonl has 1 lines; evaluation\.prompts = 2"):
+    with pytest.raises(ConfigError, match=r"h\.jsonl has 1 rows; evaluation\.prompts = 2"):
         make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(9)), held_out_path=str(tmp_path / "h.jsonl"))
+
+
+def test_a_pipe_is_not_waited_for(make_config: MakeConfig, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"task\.path: .*pipe: cannot be read: it is no regular file"):
+        FileTask(make_config(task={"name": "jsonl", "path": str(tmp_path / "pipe")}))
+
+
+def test_gsm8k_rows(make_config: MakeConfig, tmp_path: Path) -> None:
+    """As on https://huggingface.co/datasets/openai/gsm8k: what follows #### is the answer, with thousands' commas."""
+    rows_ = [
+        {"question": "How many?", "answer": "48 / 2 = <<48/2=24>>24 clips.\n48 + 24 = <<48+24=72>>72.\n#### 72"},
+        {"question": "How much?", "answer": "It is $1,000 and $234.\n#### 1,234"},
+        {"question": "How old?", "answer": "#### -5"},
+    ]
+    content = b"".join(json.dumps(row).encode() + b"\n" for row in rows_)
+    task = make_task(make_config, tmp_path / "p.jsonl", content, prompts=1, prompt_column="question", verifier="number")
+    assert (task.text(TRAIN, 0), task.solution(TRAIN, 0), task.solution(TRAIN, 1)) == ("How many?", "72", "1,234")
+    assert task.grade(TRAIN, 0, "She sold 48 and 24, so 72 clips.") == 1.0
+    assert task.grade(TRAIN, 1, "1234") == 1.0
+    assert task.grade(EVALUATION, 0, "5") == 0.0
+
+
+def test_nested_columns(make_config: MakeConfig, tmp_path: Path) -> None:
+    lines = [{"in": {"text": f"q{n}"}, "out": {"a.b": [1], "truth": str(n)}, "a.b": str(n + 10)} for n in range(3)]
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    columns = {"prompt_column": "in.text", "answer_column": "out.truth"}
+    task = make_task(make_config, tmp_path / "p.jsonl", content, prompts=1, **columns)
+    assert (task.text(TRAIN, 1), task.solution(TRAIN, 1)) == ("q1", "1")
+    columns["answer_column"] = "a.b"  # a column of that very name comes first
+    task = make_task(make_config, tmp_path / "p.jsonl", content, prompts=1, **columns)
+    assert task.solution(TRAIN, 1) == "11"
+    columns["answer_column"] = "out.what"
+    with pytest.raises(
+        ConfigError, match=r":1: no column 'out\.what' \(task\.answer_column\); at 'what' .* a\.b, truth"
+    ):
+        make_task(make_config, tmp_path / "p.jsonl", content, prompts=1, **columns)
