@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
 
 
@@ -44,8 +44,9 @@ class Engine(Protocol):
     """An inference engine that is driven one step at a time, by one thread.
 
     A trajectory's tokens are a function of the weights, its prompt, its seed and the position alone: not of what else is
-    in the batch, and not of where it was begun. The log-probability recorded with a token is that of the policy it was
-    sampled from: softmax(logits / T) at temperature T > 0. Greedy tokens (T = 0) carry that of softmax(logits).
+    in the batch, and not of where it was begun (an engine may draw other noise from where a trajectory came in; VllmEngine
+    does). The log-probability recorded with a token is that of the policy it was sampled from: softmax(logits / T) at
+    temperature T > 0. Greedy tokens (T = 0) carry that of softmax(logits).
     """
 
     concurrency: int
@@ -69,8 +70,14 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """How full the engine is now."""
 
-    def load(self, version: int, manifest: Manifest, image: NDArray[np.uint8]) -> None:
-        """Copy all weights out of `image` (flat, `manifest.nbytes` long). Only between trajectories."""
+    def load(self, version: int, manifest: Manifest, lease: Lease) -> None:
+        """Copy all weights out of the image that is lent (`manifest.nbytes` long). Only between trajectories.
+
+        The weights may lie in other processes, so an engine is told where the image is, and maps it there itself.
+        """
 
     def weights(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of every tensor as it lies in the engine, in the manifest's order: for digests of what was loaded."""
+        """The bytes of every tensor as it lies in the engine, in the manifest's order: for digests of what was loaded.
+
+        Each array is good until the next one is asked for.
+        """

@@ -13,4 +13,12 @@ def build_engine(config: Config, device: int = 0) -> Engine:
         from laminar_hpc.rollout.torch_engine import TorchEngine
 
         return TorchEngine(config, device)
-    raise ConfigError(f"rollout.engine: must be torch, got {config.rollout.engine}")
+    if config.rollout.engine == "vllm":
+        from laminar_hpc.rollout.vllm_setup import check_vllm, prepare_process
+
+        check_vllm(config)
+        prepare_process(config, device)
+        from laminar_hpc.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(config)
+    raise ConfigError(f"rollout.engine: must be torch or vllm, got {config.rollout.engine}")

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from laminar_hpc.config.model_files import read_end_tokens
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError
-from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.process.memory import map_readonly
+from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
 from laminar_hpc.rollout.api import EngineStats, Request, Sampled
 from laminar_hpc.rollout.hf_model import build_model, fill, stored
@@ -132,14 +133,15 @@ class TorchEngine:
         used = sum(row.tokens for row in self._running)
         return EngineStats(used / (self._limits.slots * self._places), len(self._running), len(self._waiting))
 
-    def load(self, version: int, manifest: Manifest, image: NDArray[np.uint8]) -> None:
+    def load(self, version: int, manifest: Manifest, lease: Lease) -> None:
         """As in `Engine`. EngineError names the tensor that does not fit the model; then nothing has been copied."""
         if self._running or self._waiting:
             raise EngineError(
                 f"torch engine: version {version} cannot be loaded while "
                 f"{len(self._running)} trajectories run and {len(self._waiting)} wait"
             )
-        fill(self._model, manifest, image)
+        with map_readonly(lease.path, lease.offset, manifest.nbytes) as image:
+            fill(self._model, manifest, image)
         self._version = version
 
     def weights(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:

@@ -16,7 +16,6 @@ import numpy as np
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import (
     AbortTrajectories,
     AddTrajectory,
@@ -173,8 +172,7 @@ class EngineWorker:
     def _load(self, message: LoadWeights) -> WeightsLoaded:
         began_s = time.perf_counter()
         lease = message.lease
-        with map_readonly(lease.path, lease.offset, self._manifest.nbytes) as image:
-            self.engine.load(lease.version, self._manifest, image)
+        self.engine.load(lease.version, self._manifest, lease)
         self._version = lease.version
         digest = b""
         if self._config.weights.verify:

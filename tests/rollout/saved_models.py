@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from laminar_hpc.config.schema import Config  # noqa: E402
-from laminar_hpc.protocol.peer import Manifest  # noqa: E402
+from laminar_hpc.protocol.peer import Lease, Manifest  # noqa: E402
 from laminar_hpc.weights.manifest import make_manifest  # noqa: E402
 
 VOCABULARY = 64
 END = 3
+OFFSET = 192
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -53,10 +54,17 @@ class Saved:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         self.model.save_pretrained(directory)
         self.manifest, self.image = image_of(self.model)
+        self.lease = lent(directory / "image", self.image)
 
     def config(self, **rollout: Any) -> Config:
         """`config_for` this model."""
         return config_for(self.path, self.dtype, **rollout)
+
+
+def lent(path: Path, image: NDArray[np.uint8], version: int = 0) -> Lease:
+    """A lease on a file with this image, which does not begin at its first byte."""
+    path.write_bytes(bytes(OFFSET) + image.tobytes())
+    return Lease(version, str(path), OFFSET)
 
 
 def config_for(path: str, dtype: str = "float32", **rollout: Any) -> Config:

@@ -153,7 +153,7 @@ def blocks_of(outputs: list[EngineOutput], trajectory: int) -> list[Block]:
 def straight(saved: Saved, trajectory: int, temperature: float, **rollout: Any) -> list[Sampled]:
     """What the engine gives for a trajectory of `add`, without a worker."""
     engine = TorchEngine(saved.config(**rollout))
-    engine.load(0, saved.manifest, saved.image)
+    engine.load(0, saved.manifest, saved.lease)
     engine.add(Request(trajectory, PROMPT, [], 500 + trajectory, temperature))
     sampled: list[Sampled] = []
     while step := engine.step():

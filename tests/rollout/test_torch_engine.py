@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from saved_models import CONFIGS, END, SIZES, VOCABULARY, Saved, config_for  # noqa: E402
+from saved_models import CONFIGS, END, SIZES, VOCABULARY, Saved, config_for, lent  # noqa: E402
 
 from laminar_hpc.errors import ConfigError, EngineError  # noqa: E402
 from laminar_hpc.protocol.peer import Manifest, TensorEntry  # noqa: E402
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 def make_engine(saved: Saved, **rollout: Any) -> TorchEngine:
     engine = TorchEngine(saved.config(**rollout))
-    engine.load(0, saved.manifest, saved.image)
+    engine.load(0, saved.manifest, saved.lease)
     return engine
 
 
@@ -292,7 +292,7 @@ def test_a_second_version_takes_the_place_of_the_first(tmp_path: Path) -> None:
     engine = make_engine(old)
     [prompt] = prompts_of_lengths(9)
     first = tokens(run(engine, [request(0, prompt, 0.0)])[0])
-    engine.load(1, new.manifest, new.image)
+    engine.load(1, new.manifest, new.lease)
     second = tokens(run(engine, [request(0, prompt, 0.0)])[0])
     assert first == generated(old, prompt, 20)
     assert second == generated(new, prompt, 20)
@@ -304,7 +304,7 @@ def test_weights_change_only_between_trajectories(llama: Saved) -> None:
     engine.add(request(0, [5], 0.0))
     engine.step()
     with pytest.raises(EngineError, match="version 1 cannot be loaded while 1 trajectories run and 0 wait"):
-        engine.load(1, llama.manifest, llama.image)
+        engine.load(1, llama.manifest, llama.lease)
 
 
 def test_no_step_without_weights(llama: Saved) -> None:
@@ -334,13 +334,13 @@ def changed(manifest: Manifest, tensor: str, **fields: Any) -> Manifest:
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_copied(
-    llama: Saved, fields: dict[str, Any], message: str
+    llama: Saved, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     engine = make_engine(llama)
     before = b"".join(data.tobytes() for data in engine.weights(llama.manifest))
     wrong = changed(llama.manifest, "model.embed_tokens.weight", **fields)
     with pytest.raises(EngineError, match=message):
-        engine.load(1, wrong, np.zeros(llama.manifest.nbytes, dtype=np.uint8))
+        engine.load(1, wrong, lent(tmp_path / "zeros", np.zeros_like(llama.image)))
     assert b"".join(data.tobytes() for data in engine.weights(llama.manifest)) == before
 
 
@@ -348,12 +348,12 @@ def test_a_missing_tensor_is_named(llama: Saved) -> None:
     kept = [entry for entry in llama.manifest.tensors if entry.name != "model.norm.weight"]
     manifest = Manifest(kept, llama.manifest.nbytes, llama.manifest.chunk_bytes)
     with pytest.raises(EngineError, match=r"the manifest lacks model\.norm\.weight"):
-        make_engine(llama).load(1, manifest, llama.image)
+        make_engine(llama).load(1, manifest, llama.lease)
 
 
-def test_a_short_image_is_refused(llama: Saved) -> None:
-    with pytest.raises(EngineError, match=f"its manifest {llama.manifest.nbytes}"):
-        make_engine(llama).load(1, llama.manifest, llama.image[:-1])
+def test_a_short_image_is_refused(llama: Saved, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        make_engine(llama).load(1, llama.manifest, lent(tmp_path / "short", llama.image[:-1]))
 
 
 def test_an_output_layer_in_the_image_of_a_tied_model_is_refused(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_an_output_layer_in_the_image_of_a_tied_model_is_refused(tmp_path: Path)
     extra = TensorEntry("lm_head.weight", (64, 32), "float32", 0, 64 * 32 * 4)
     manifest = Manifest([*saved.manifest.tensors, extra], saved.manifest.nbytes, saved.manifest.chunk_bytes)
     with pytest.raises(EngineError, match=r"the model has no tensor lm_head\.weight"):
-        make_engine(saved).load(1, manifest, saved.image)
+        make_engine(saved).load(1, manifest, saved.lease)
 
 
 # --- the model directory --------------------------------------------------------------------------------------------
