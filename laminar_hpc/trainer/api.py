@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar_hpc.config import schema
 from laminar_hpc.protocol.peer import Manifest
 
 
@@ -16,12 +17,17 @@ class Sequence(msgspec.Struct, frozen=True):
 
     `tokens` int64 (T,); `behaviour_logprobs` float32 (T,): log-probability that the generating policy gave each token, 0
     where it did not generate it; `loss_mask` bool (T,): the tokens trained on; `advantage` is the same for all of them.
+    `version` is that of the weights which generated it (None: several, or unknown). `proximal_logprobs` and
+    `reference_logprobs`, float32 (T,): what `TrainingEngine.score` gave at the start of the step, where it was asked.
     """
 
     tokens: NDArray[np.int64]
     behaviour_logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.bool_]
     advantage: float
+    version: int | None = None
+    proximal_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
 
 class MiniBatchTotals(msgspec.Struct, frozen=True):
@@ -31,17 +37,43 @@ class MiniBatchTotals(msgspec.Struct, frozen=True):
     tokens: int
 
 
+def needs_proximal(config: schema.Trainer, minibatches: int) -> bool:
+    """Whether a step of so many mini-batches needs log-probabilities from before its first update.
+
+    With one mini-batch those from before the update are those of the forward pass that the gradient comes from.
+    """
+    return config.correction != "none" and minibatches > 1
+
+
+def needs_reference(config: schema.Trainer) -> bool:
+    """Whether a step needs log-probabilities under the reference model."""
+    return config.kl_coefficient > 0
+
+
 class TrainingEngine(Protocol):
-    """A training engine; one instance per trainer rank, all called in the same order with their own share."""
+    """A training engine; one instance per trainer rank.
+
+    All are called in the same order. Trainers of one replica (its tensor and pipeline shards) are given the same
+    sequences, replicas each their own share.
+    """
 
     @property
     def manifest(self) -> Manifest:
         """Layout of the weight image, the same on all trainers."""
 
-    def train(self, sequences: list[Sequence]) -> dict[str, float]:
+    def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch, of which this trainer has these sequences (there may be none).
 
-        Returns the metrics of the whole mini-batch, equal on all trainers.
+        `version` is that of the weights as they are (None: they have been trained since they were published): tokens that
+        were generated under it tell how far the engines' log-probabilities are apart. Returns the metrics of the whole
+        mini-batch, equal on all trainers.
+        """
+
+    def score(self, sequences: list[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the tokens of each sequence, float32 (T,), 0 outside its loss mask; equal in a replica.
+
+        Under the weights as they are, or with `reference` under those of the checkpoint that training began with. They
+        are those of softmax(logits / rollout.temperature), as the rollouts record them.
         """
 
     def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,20 @@ from laminar_hpc.trainer.api import Sequence
 
 
 class PaddedBatch(msgspec.Struct, frozen=True):
-    """B sequences, padded on the right to the longest one, L tokens; padded places have token 0 and are not trained on."""
+    """B sequences, padded on the right to the longest one, L tokens; padded places have token 0 and are not trained on.
+
+    `advantages` and `same_version` (B,): one entry a sequence; the latter says that the trainer's weights as they are have
+    generated it. The other arrays are (B, L). `proximal_logprobs` and `reference_logprobs` are None where no sequence has
+    any.
+    """
 
     tokens: NDArray[np.int64]
     behaviour_logprobs: NDArray[np.float32]
     loss_mask: NDArray[np.bool_]
     advantages: NDArray[np.float32]
+    same_version: NDArray[np.bool_]
+    proximal_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
 
 def own_sequences(message: TrainOn) -> list[Sequence]:
@@ -63,7 +73,9 @@ def assemble(trajectory: int, blocks: list[Block], advantage: float) -> Sequence
         if block.source is Source.MODEL:
             logprobs[block.offset : block.end] = np.frombuffer(block.logprobs, dtype="<f4")
             mask[block.offset : block.end] = True
-    return Sequence(tokens=tokens, behaviour_logprobs=logprobs, loss_mask=mask, advantage=advantage)
+    versions = {block.version for block in ordered if block.source is Source.MODEL}
+    version = versions.pop() if len(versions) == 1 else None
+    return Sequence(tokens=tokens, behaviour_logprobs=logprobs, loss_mask=mask, advantage=advantage, version=version)
 
 
 def _check_block(trajectory: int, block: Block, end: int) -> None:
@@ -94,18 +106,48 @@ def micro_batches(sequences: list[Sequence], max_tokens: int) -> list[list[Seque
     return batches
 
 
-def pad(sequences: list[Sequence]) -> PaddedBatch:
-    """These sequences as arrays (B, L), padded on the right."""
-    shape = (len(sequences), max(len(sequence.tokens) for sequence in sequences))
-    batch = PaddedBatch(
-        tokens=np.zeros(shape, dtype=np.int64),
-        behaviour_logprobs=np.zeros(shape, dtype=np.float32),
-        loss_mask=np.zeros(shape, dtype=np.bool_),
+def pad(sequences: list[Sequence], version: int | None = None) -> PaddedBatch:
+    """These sequences as arrays (B, L), padded on the right; `version` is that of the trainer's weights (None: unknown)."""
+    return PaddedBatch(
+        tokens=_rows([sequence.tokens for sequence in sequences], np.int64),
+        behaviour_logprobs=_rows([sequence.behaviour_logprobs for sequence in sequences], np.float32),
+        loss_mask=_rows([sequence.loss_mask for sequence in sequences], np.bool_),
         advantages=np.array([sequence.advantage for sequence in sequences], dtype=np.float32),
+        same_version=np.array(
+            [version is not None and sequence.version == version for sequence in sequences], dtype=np.bool_
+        ),
+        proximal_logprobs=_scores([sequence.proximal_logprobs for sequence in sequences]),
+        reference_logprobs=_scores([sequence.reference_logprobs for sequence in sequences]),
     )
-    for row, sequence in enumerate(sequences):
-        length = len(sequence.tokens)
-        batch.tokens[row, :length] = sequence.tokens
-        batch.behaviour_logprobs[row, :length] = sequence.behaviour_logprobs
-        batch.loss_mask[row, :length] = sequence.loss_mask
-    return batch
+
+
+def unpad(
+    sequences: list[Sequence], parts: list[list[Sequence]], rows: list[NDArray[np.float32]]
+) -> list[NDArray[np.float32]]:
+    """For each of `sequences` its row, float32 (T,), from the arrays (B, L) of the micro-batches `parts`; without one, 0."""
+    values = {id(sequence): np.zeros(len(sequence.tokens), dtype=np.float32) for sequence in sequences}
+    for part, array in zip(parts, rows, strict=True):
+        for sequence, row in zip(part, array, strict=True):
+            values[id(sequence)] = row[: len(sequence.tokens)].copy()
+    return [values[id(sequence)] for sequence in sequences]
+
+
+def count_trained(sequences: list[Sequence]) -> tuple[int, int]:
+    """How many of these sequences have a token to train on, and how many such tokens there are."""
+    lengths = [int(sequence.loss_mask.sum()) for sequence in sequences]
+    return sum(length > 0 for length in lengths), sum(lengths)
+
+
+def _scores(arrays: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    present = [array for array in arrays if array is not None]
+    if len(present) not in (0, len(arrays)):
+        raise ValueError(f"all sequences of a micro-batch must be scored, or none, got {len(present)} of {len(arrays)}")
+    return _rows(present, np.float32) if present else None
+
+
+def _rows(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """One row each (B, L), with zeros on the right."""
+    rows = np.zeros((len(arrays), max(map(len, arrays))), dtype=dtype)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return rows

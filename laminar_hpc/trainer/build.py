@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.api import TrainingEngine
@@ -13,4 +15,10 @@ def build_trainer(config: Config, trainer: int, trainers: int) -> TrainingEngine
         from laminar_hpc.trainer.torch_trainer import TorchTrainer
 
         return TorchTrainer(config, trainer, trainers)
-    raise ConfigError(f"trainer.engine must be torch, got {config.trainer.engine!r}")
+    if config.trainer.engine == "megatron":
+        if importlib.util.find_spec("megatron") is None:
+            raise ConfigError("megatron-core is not installed; trainer.engine = 'megatron' needs the extra [megatron]")
+        from laminar_hpc.trainer.megatron_trainer import MegatronTrainer
+
+        return MegatronTrainer(config, trainer, trainers)
+    raise ConfigError(f"trainer.engine must be torch or megatron, got {config.trainer.engine!r}")

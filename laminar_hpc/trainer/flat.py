@@ -6,8 +6,15 @@ model of another type has its master weights there, which small updates need, an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+
+NORM_RUN = 1 << 16
+"""Numbers whose squares are summed in one go: on a CPU torch adds float32 up one by one, and over millions of them what a
+small term adds is rounded away; the norm of a model's gradients would be off by a percent."""
 
 
 class FlatParameters:
@@ -48,7 +55,10 @@ class FlatParameters:
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """The norm of all gradients, float32 (); they are scaled down to `max_norm` where it is larger (0: never)."""
-        norm: Tensor = torch.linalg.vector_norm(self.gradients)
+        end = len(self.gradients) // NORM_RUN * NORM_RUN
+        runs = torch.linalg.vector_norm(self.gradients[:end].view(-1, NORM_RUN), dim=1)
+        rest = torch.linalg.vector_norm(self.gradients[end:])
+        norm: Tensor = torch.linalg.vector_norm(torch.cat([runs, rest[None]]))
         if max_norm > 0.0:
             self.gradients.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -59,6 +69,21 @@ class FlatParameters:
         for parameter, master in zip(self._parameters, self.masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
+
+    @contextlib.contextmanager
+    def holding(self, other: Tensor) -> Iterator[None]:
+        """Inside the block the model has the weights `other`, float32 (N,); its own wait on that tensor's device."""
+        own = self.values.to(other.device, copy=True)
+        self._set(other)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, values: Tensor) -> None:
+        self.values.copy_(values)
+        self.spread_values()
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Parameter groups for an optimizer: matrices decay, biases and norms do not."""

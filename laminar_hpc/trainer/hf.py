@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+import msgspec
+
 from laminar_hpc.config.model_files import ARCHITECTURES, read_end_tokens, read_json
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.peer import Manifest
@@ -44,6 +46,32 @@ def model_manifest(model: Any, chunk_bytes: int) -> Manifest:
         ((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()),
         chunk_bytes,
     )
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint: the safetensors file that it is in, and its shape."""
+
+    file: str
+    shape: tuple[int, ...]
+
+
+def tensor_files(path: str) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint in the directory `path`, by name; the files' headers are read, and no weights.
+
+    Which files count is as in transformers: model.safetensors, else what the index names, else all there are.
+    ConfigError where a file is missing or broken.
+    """
+    files = _list_directory(path)
+    chosen = {"model.safetensors"} & files or _named_by_index(path, files)
+    if chosen is None:
+        chosen = {name for name in files if name.endswith(".safetensors")}
+    if not chosen:
+        raise ConfigError(f"model.path: {path} has no *.safetensors file")
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(chosen):
+        file = os.path.join(path, name)
+        tensors |= {tensor: StoredTensor(file, tuple(shape)) for tensor, shape in _read_shapes(file).items()}
+    return tensors
 
 
 def load_model(path: str, dtype: str) -> Any:
@@ -109,14 +137,8 @@ def _check_shards(path: str, files: set[str], vocab_size: int, hidden_size: int)
     shards = {name for name in files if name.endswith(".safetensors")}
     if not shards:
         raise ConfigError(f"model.path: {path} has no *.safetensors file")
-    if INDEX in files and "model.safetensors" not in files:
-        named = read_json(os.path.join(path, INDEX)).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ConfigError(f"model.path: {path}/{INDEX}: weight_map must give the file of each tensor")
-        absent = sorted(set(named.values()) - shards)
-        if absent:
-            raise ConfigError(f"model.path: {path} lacks {absent[0]}, which {INDEX} names")
-    shapes: dict[str, Any] = {}
+    _named_by_index(path, files)
+    shapes: dict[str, list[int]] = {}
     for shard in sorted(shards):
         shapes |= _read_shapes(os.path.join(path, shard))
     expected = [vocab_size, hidden_size]
@@ -127,7 +149,20 @@ def _check_shards(path: str, files: set[str], vocab_size: int, hidden_size: int)
         )
 
 
-def _read_shapes(file: str) -> dict[str, Any]:
+def _named_by_index(path: str, files: set[str]) -> set[str] | None:
+    """The files that the index names, all of them there; None where there is no index, or one file has all."""
+    if INDEX not in files or "model.safetensors" in files:
+        return None
+    named = read_json(os.path.join(path, INDEX)).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ConfigError(f"model.path: {path}/{INDEX}: weight_map must give the file of each tensor")
+    absent = sorted(set(named.values()) - files)
+    if absent:
+        raise ConfigError(f"model.path: {path} lacks {absent[0]}, which {INDEX} names")
+    return set(named.values())
+
+
+def _read_shapes(file: str) -> dict[str, list[int]]:
     """The shape of each tensor in a safetensors file; ConfigError where it does not begin with a sound header.
 
     That is 8 bytes of its length, little-endian, and JSON; the tensors' bytes follow.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -92,7 +93,9 @@ def new_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        build: Callable[..., Any] = Qwen2ForCausalLM
+        model: Qwen2ForCausalLM = build(config)
+        return model
 
 
 def _example(tokenizer: Tokenizer, prompt: str, answer: str) -> Example:

@@ -6,6 +6,7 @@ every trainer makes the same step from the same sum, so weights stay equal bit f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch import Tensor
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.peer import Manifest
 from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
-from laminar_hpc.trainer.batch import micro_batches, pad
+from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches, pad, unpad
 from laminar_hpc.trainer.flat import FlatParameters
 from laminar_hpc.trainer.hf import load_model, model_manifest
-from laminar_hpc.trainer.loss import SUMMED, clipped_terms, token_entropy, token_metrics, token_weights
+from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_loss, token_batch, token_entropy
+from laminar_hpc.trainer.schedule import learning_rate
 
 
 def trainer_device(trainer: int) -> torch.device:
@@ -40,12 +42,14 @@ class TorchTrainer:
         """Load the checkpoint at `config.model.path`; ConfigError where it is not sound."""
         self._config = config.trainer
         self._temperature = config.rollout.temperature or 1.0  # greedy tokens carry log-probabilities at temperature 1
-        self._aggregation = config.trainer.aggregation
         self._distributed = trainers > 1
         self._device = trainer_device(trainer)
         self.model: Any = load_model(config.model.path, config.model.dtype).to(self._device)
         self.model.eval()  # no dropout: the ratio compares two policies, not two noises
         self._flat = FlatParameters(self.model)
+        self._reference: Tensor | None = None
+        if config.trainer.kl_coefficient > 0:
+            self._reference = self._flat.values.to("cpu", copy=True)
         self._optimizer = torch.optim.AdamW(
             self._flat.groups(config.trainer.weight_decay),
             lr=config.trainer.learning_rate,
@@ -60,28 +64,37 @@ class TorchTrainer:
         """Layout of the weight image, the same on all trainers."""
         return self._manifest
 
-    def train(self, sequences: list[Sequence]) -> dict[str, float]:
+    def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch, of which this trainer has these sequences (there may be none).
 
-        Returns the metrics of the whole mini-batch, equal on all trainers: means over its tokens of `loss` (as
-        aggregated), `entropy`, `clip_fraction_low`, `clip_fraction_high` and `kl_behaviour`; `ratio_max`; `grad_norm`
-        before clipping; `learning_rate`; `skipped`, 1 where the gradient was not finite and no step was made.
+        Returns the metrics of the whole mini-batch, equal on all trainers: those of `mini_batch_metrics`; `grad_norm`
+        before clipping (infinite where it is not finite); `learning_rate`; `skipped`, 1 where the gradient was not finite
+        and no step was made. `version` is that of the weights as they are, if they have one.
         """
         totals = self._totals(sequences)
         self._flat.gradients.zero_()
-        sums, ratio_max = self._zeros(len(SUMMED)), self._zeros()
+        sums, maxima = self._zeros(len(SUMMED)), self._zeros(len(MAXIMA))
         for micro_batch in micro_batches(sequences, self._config.micro_batch_tokens):
-            micro_sums, micro_ratio = self._backward(micro_batch, totals)
+            micro_sums, micro_maxima = self._backward(micro_batch, totals, version)
             sums += micro_sums
-            ratio_max = torch.maximum(ratio_max, micro_ratio)
+            maxima = torch.maximum(maxima, micro_maxima)
         if self._distributed:
             dist.all_reduce(self._flat.gradients)
             dist.all_reduce(sums)
-            dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX)
-        means = sums.tolist()
-        metrics = dict(zip(SUMMED, [means[0], *(value / max(1, totals.tokens) for value in means[1:])], strict=True))
-        metrics["ratio_max"] = ratio_max.item()
-        return metrics | self._step()
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return mini_batch_metrics(sums, maxima, totals) | self._step()
+
+    def score(self, sequences: list[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the tokens of each sequence, float32 (T,), 0 outside its loss mask.
+
+        Under the weights as they are, or with `reference` under those of the checkpoint, which are kept only where
+        `trainer.kl_coefficient` is more than 0. Each replica scores its own sequences without the others.
+        """
+        if not reference:
+            return self._score(sequences)
+        assert self._reference is not None, "a reference model is kept where trainer.kl_coefficient is more than 0"
+        with self._flat.holding(self._reference):
+            return self._score(sequences)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last mini-batch by parameter name, summed over all trainers and clipped."""
@@ -108,8 +121,7 @@ class TorchTrainer:
         image[filled - low :] = 0
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
-        lengths = [int(sequence.loss_mask.sum()) for sequence in sequences]
-        counts = torch.tensor([sum(length > 0 for length in lengths), sum(lengths)], device=self._device)
+        counts = torch.tensor(count_trained(sequences), device=self._device)
         if self._distributed:
             dist.all_reduce(counts)
         return MiniBatchTotals(sequences=int(counts[0]), tokens=int(counts[1]))
@@ -117,28 +129,38 @@ class TorchTrainer:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
-    def _backward(self, sequences: list[Sequence], totals: MiniBatchTotals) -> tuple[Tensor, Tensor]:
-        """Add the gradient of one micro-batch; its sums of `SUMMED`, float64 (5,), and its largest ratio."""
-        batch = pad(sequences)
-        mask = torch.from_numpy(batch.loss_mask).to(self._device)
-        if not mask.any():
-            return self._zeros(len(SUMMED)), self._zeros()
-        tokens = torch.from_numpy(batch.tokens).to(self._device)
-        behaviour = torch.from_numpy(batch.behaviour_logprobs).to(self._device)[mask]
-        rows = mask.nonzero()[:, 0]
-        advantages = torch.from_numpy(batch.advantages).to(self._device)[rows]
-        weights = token_weights(self._aggregation, mask.sum(dim=1), totals)[rows]
-        log_distribution = self._log_distribution(tokens, mask)
-        logprobs = log_distribution.gather(1, tokens[mask][:, None])[:, 0]
-        terms = clipped_terms(logprobs, behaviour, advantages, self._config.clip_low, self._config.clip_high)
-        loss = (weights * terms).sum()
+    def _backward(
+        self, sequences: list[Sequence], totals: MiniBatchTotals, version: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradient of one micro-batch; its sums of `SUMMED` and its maxima of `MAXIMA`, float64."""
+        padded = pad(sequences, version)
+        if not padded.loss_mask.any():
+            return self._zeros(len(SUMMED)), self._zeros(len(MAXIMA))
+        log_distribution, logprobs = self._forward(padded)
+        batch = token_batch(self._config, padded, totals, logprobs, token_entropy(log_distribution.detach()))
+        loss, sums, maxima = policy_loss(self._config, batch)
         torch.autograd.backward(loss)
         self._flat.collect_gradients()
-        entropy = token_entropy(log_distribution.detach())
-        sums, ratio_max = token_metrics(
-            logprobs.detach(), behaviour, advantages, entropy, self._config.clip_low, self._config.clip_high
-        )
-        return torch.cat([loss.detach().double()[None], sums]), ratio_max
+        return sums, maxima
+
+    @torch.no_grad()
+    def _score(self, sequences: list[Sequence]) -> list[NDArray[np.float32]]:
+        """Cut into the micro-batches that training cuts them into, so that the same weights give the same numbers."""
+        parts = micro_batches(sequences, self._config.micro_batch_tokens)
+        rows = []
+        for padded in map(pad, parts):
+            rows.append(np.zeros(padded.tokens.shape, dtype=np.float32))
+            if padded.loss_mask.any():
+                rows[-1][padded.loss_mask] = self._forward(padded)[1].cpu().numpy()
+        return unpad(sequences, parts, rows)
+
+    def _forward(self, padded: PaddedBatch) -> tuple[Tensor, Tensor]:
+        """For the N trained tokens, in row order: log-probabilities of all tokens in their places (N, vocabulary), and their
+        own (N,)."""
+        tokens = torch.from_numpy(padded.tokens).to(self._device)
+        mask = torch.from_numpy(padded.loss_mask).to(self._device)
+        log_distribution = self._log_distribution(tokens, mask)
+        return log_distribution, log_distribution.gather(1, tokens[mask][:, None])[:, 0]
 
     def _log_distribution(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Log-probabilities of all tokens at the places of `mask`, float32 (N, vocabulary), N set places in row order.
@@ -152,13 +174,12 @@ class TorchTrainer:
 
     def _step(self) -> dict[str, float]:
         norm = float(self._flat.clip(self._config.clip_grad_norm))
-        finite = bool(np.isfinite(norm))
-        warmup = max(1, self._config.warmup_steps)
-        rate = self._config.learning_rate * min(1.0, (self._steps + 1) / warmup)
+        finite = math.isfinite(norm)
+        rate = learning_rate(self._config, self._steps)
         if finite:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
             self._flat.spread_values()
             self._steps += 1
-        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(not finite)}
+        return {"grad_norm": norm if finite else math.inf, "learning_rate": rate, "skipped": float(not finite)}

@@ -1,5 +1,8 @@
 """The trainer's worker process: it trains and writes weights, one request after the other, as its driver asks.
 
+Where a loss needs log-probabilities from before a step's first update, the step's mini-batches are collected and scored
+first, and then trained on one by one.
+
 With several trainers their workers form one process group of torch.distributed. Where they meet is passed on by the
 drivers: the first worker opens a store and says its address, the others are told it.
 """
@@ -10,12 +13,13 @@ import datetime
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.process.memory import map_writable
 from laminar_hpc.protocol.peer import (
-    Manifest,
     Rendezvous,
     Shutdown,
     StartTrainer,
@@ -26,7 +30,7 @@ from laminar_hpc.protocol.peer import (
     WriteWeights,
 )
 from laminar_hpc.trainer.address import host_address, set_gloo_interface
-from laminar_hpc.trainer.api import TrainingEngine
+from laminar_hpc.trainer.api import Sequence, TrainingEngine, needs_proximal, needs_reference
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
 from laminar_hpc.weights.digest import range_digests
@@ -46,39 +50,86 @@ def main(channel: Channel) -> None:
     _join(channel, config, start.trainer, start.trainers)
     engine = build_trainer(config, start.trainer, start.trainers)
     channel.send(TrainerUp(engine.manifest, time.monotonic() - begun_s))
-    while True:
-        message = channel.receive(None)
-        match message:
-            case TrainOn():
-                channel.send(_train(engine, message))
-            case WriteWeights():
-                channel.send(_write(engine, engine.manifest, message))
-            case Shutdown():
-                return
-            case _:
-                raise ProtocolError(f"trainer worker: unexpected {type(message).__name__}")
+    _Service(channel, config, engine).run()
 
 
-def _train(engine: TrainingEngine, message: TrainOn) -> TrainedOn:
-    begun_s = time.monotonic()
-    sequences = own_sequences(message)
-    metrics = engine.train(sequences)
-    return TrainedOn(
-        step=message.step,
-        minibatch=message.minibatch,
-        tokens=sum(len(sequence.tokens) for sequence in sequences),
-        seconds=time.monotonic() - begun_s,
-        metrics=metrics,
-    )
+class _Service:
+    """Requests of the driver, one after the other; a step that is scored first is collected whole."""
 
+    def __init__(self, channel: Channel, config: Config, engine: TrainingEngine) -> None:
+        self._channel = channel
+        self._config = config
+        self._engine = engine
+        self._manifest = engine.manifest
+        self._version: int | None = None
+        """That of the engine's weights as they are (None: they have been trained since they were written)."""
 
-def _write(engine: TrainingEngine, manifest: Manifest, message: WriteWeights) -> WeightsWritten:
-    begun_s = time.monotonic()
-    nbytes = range_bytes(manifest, message.first_chunk, message.chunks)
-    with map_writable(message.path, message.offset, nbytes) as image:
-        engine.write_weights(message.first_chunk, message.chunks, image)
-        digests = range_digests(manifest, message.first_chunk, message.chunks, image)
-    return WeightsWritten(message.version, digests, time.monotonic() - begun_s)
+    def run(self) -> None:
+        """Until the driver says Shutdown or is gone."""
+        while True:
+            message = self._channel.receive(None)
+            match message:
+                case TrainOn():
+                    self._train(message)
+                case WriteWeights():
+                    self._channel.send(self._write(message))
+                case Shutdown():
+                    return
+                case _:
+                    raise ProtocolError(f"trainer worker: unexpected {type(message).__name__}")
+
+    def _train(self, first: TrainOn) -> None:
+        """Train on a mini-batch, or on a whole step where that has to be scored before it is trained on."""
+        trainer = self._config.trainer
+        proximal, reference = needs_proximal(trainer, first.minibatches), needs_reference(trainer)
+        messages = self._collect(first) if proximal or reference else [first]
+        begun_s = time.monotonic()
+        batches = [own_sequences(message) for message in messages]
+        if proximal:
+            batches = [self._score(sequences, "proximal_logprobs") for sequences in batches]
+        if reference:
+            batches = [self._score(sequences, "reference_logprobs") for sequences in batches]
+        for message, sequences in zip(messages, batches, strict=True):
+            metrics = self._engine.train(sequences, self._version)
+            self._version = None
+            ended_s = time.monotonic()
+            tokens = sum(len(sequence.tokens) for sequence in sequences)
+            self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics))
+            begun_s = ended_s
+
+    def _collect(self, first: TrainOn) -> list[TrainOn]:
+        """All mini-batches of the step that `first` begins."""
+        messages = [first]
+        while len(messages) < first.minibatches:
+            message = self._channel.receive(self._config.job.stall_timeout_s)
+            if message is None:
+                raise EngineError(
+                    f"trainer worker: mini-batch {len(messages)} of step {first.step} has not come within "
+                    f"job.stall_timeout_s = {self._config.job.stall_timeout_s:g} s"
+                )
+            if not isinstance(message, TrainOn) or (message.step, message.minibatch) != (first.step, len(messages)):
+                raise ProtocolError(
+                    f"trainer worker: expected mini-batch {len(messages)} of step {first.step}, got "
+                    f"{type(message).__name__}"
+                )
+            messages.append(message)
+        return messages
+
+    def _score(self, sequences: list[Sequence], field: str) -> list[Sequence]:
+        scores = self._engine.score(sequences, reference=field == "reference_logprobs")
+        return [
+            msgspec.structs.replace(sequence, **{field: score})
+            for sequence, score in zip(sequences, scores, strict=True)
+        ]
+
+    def _write(self, message: WriteWeights) -> WeightsWritten:
+        begun_s = time.monotonic()
+        manifest, first, chunks = self._manifest, message.first_chunk, message.chunks
+        with map_writable(message.path, message.offset, range_bytes(manifest, first, chunks)) as image:
+            self._engine.write_weights(first, chunks, image)
+            digests = range_digests(manifest, first, chunks, image)
+        self._version = message.version
+        return WeightsWritten(message.version, digests, time.monotonic() - begun_s)
 
 
 def _join(channel: Channel, config: Config, trainer: int, trainers: int) -> None:

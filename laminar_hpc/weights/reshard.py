@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.commands import Share
+from laminar_hpc.protocol.peer import Manifest, TensorEntry
 
 
 def share(chunks: int, trainers: int, trainer: int) -> tuple[int, int]:
@@ -34,3 +35,20 @@ def check_shares(shares: Iterable[Share], chunks: int) -> None:
         expected += part.chunks
     if expected != chunks:
         raise ProtocolError(f"the shares hold {expected} chunks, the image has {chunks}")
+
+
+def share_bytes(manifest: Manifest, trainers: int, trainer: int) -> tuple[int, int]:
+    """First byte of the image that `trainer` publishes, and the byte after the last one."""
+    first, chunks = share(manifest.chunks, trainers, trainer)
+    if chunks == 0:
+        return 0, 0
+    return manifest.chunk_range(first)[0], manifest.chunk_range(first + chunks - 1)[1]
+
+
+def overlap(entry: TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """First byte of the tensor that lies between the image's bytes `low` and `high`, and the byte after the last one.
+
+    Both count from the tensor's own first byte; they are equal where nothing of it lies there.
+    """
+    start = min(max(0, low - entry.offset), entry.nbytes)
+    return start, max(start, min(entry.nbytes, high - entry.offset))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,3 +112,38 @@ def test_padding_is_on_the_right_and_untrained() -> None:
     assert found.loss_mask.tolist() == [[False, True, False], [False, False, True]]
     assert found.behaviour_logprobs.tolist() == [[0.0, -0.75, 0.0], [0.0, 0.0, -0.5]]
     assert found.advantages.tolist() == [-2.0, 1.0]
+    assert (found.proximal_logprobs, found.reference_logprobs) == (None, None)
+
+
+def test_a_version_is_that_of_all_of_the_models_tokens() -> None:
+    def found(*versions: int | None) -> int | None:
+        blocks = [block(0, [2, 3], Source.PROMPT)]
+        for place, version in enumerate(versions):
+            blocks.append(msgspec.structs.replace(block(2 + place, [4]), version=version))
+        return assemble(42, blocks, 0.0).version
+
+    assert found(5, 5) == 5  # the prompt's block says 1
+    assert found(5, 6) is None
+    assert found(5, None) is None
+    assert found(None) is None
+    assert found() is None
+
+
+def test_sequences_of_the_trainers_own_version_are_marked() -> None:
+    three = [msgspec.structs.replace(sequence(2), version=version) for version in (4, 5, None)]
+    assert pad(three, version=5).same_version.tolist() == [False, True, False]
+    assert pad(three).same_version.tolist() == [False, False, False]  # an unknown version is nobody's
+
+
+def test_scores_are_padded_with_their_sequences() -> None:
+    def scored(values: list[float]) -> Sequence:
+        scores = np.array(values, np.float32)
+        return msgspec.structs.replace(sequence(len(values)), proximal_logprobs=scores, reference_logprobs=2 * scores)
+
+    found = pad([scored([-1.0]), scored([-0.5, -0.25])])
+    assert found.proximal_logprobs is not None
+    assert found.reference_logprobs is not None
+    assert found.proximal_logprobs.tolist() == [[-1.0, 0.0], [-0.5, -0.25]]
+    assert found.reference_logprobs.tolist() == [[-2.0, 0.0], [-1.0, -0.5]]
+    with pytest.raises(ValueError, match="all sequences of a micro-batch must be scored, or none, got 1 of 2"):
+        pad([scored([-1.0]), sequence(1)])

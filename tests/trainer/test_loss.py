@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from laminar_hpc.trainer.api import MiniBatchTotals  # noqa: E402
 from laminar_hpc.trainer.loss import (  # noqa: E402
-    behaviour_kl,
     clipped_terms,
+    dual_clipped,
+    kl_estimate,
     token_entropy,
-    token_metrics,
     token_weights,
 )
 
@@ -48,6 +48,27 @@ def test_clipped_tokens_have_no_gradient() -> None:
     assert now.grad.tolist() == pytest.approx([0.0, 0.0, 1.5, -0.5])
 
 
+def test_dual_clip_by_hand() -> None:
+    # clipped terms to begin with, clip 0.2: A = -1 at ratios 5, 2, 0.5: 5, 2, 0.8; A = 2 at ratio 5: -min(10, 2.4) = -2.4.
+    # A bound of 3 holds the first one at -3 * A = 3; A = -2 at ratio 5: 10, held at 6
+    now = torch.log(torch.tensor([5.0, 2.0, 0.5, 5.0, 5.0])).requires_grad_()
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 2.0, -2.0])
+    found = dual_clipped(clipped_terms(now, torch.zeros(5), advantages, 0.2, 0.2), advantages, 3.0)
+    assert found.tolist() == pytest.approx([3.0, 2.0, 0.8, -2.4, 6.0], abs=1e-5)
+    found.sum().backward()
+    # what is held has no gradient; the second one, neither clipped nor held, has -ratio * A
+    assert now.grad.tolist() == pytest.approx([0.0, 2.0, 0.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_kl_estimate_by_hand() -> None:
+    # pi_ref / pi = 2: 2 - 1 - ln 2; 1/2: 1/2 - 1 + ln 2; 1: 0. Derivative by ln pi: 1 - pi_ref / pi
+    now = torch.zeros(3).requires_grad_()
+    found = kl_estimate(now, torch.log(torch.tensor([2.0, 0.5, 1.0])))
+    assert found.tolist() == pytest.approx([0.306853, 0.193147, 0.0], abs=1e-6)
+    found.sum().backward()
+    assert now.grad.tolist() == pytest.approx([-1.0, 0.5, 0.0], abs=1e-6)
+
+
 def test_token_mean_weighs_tokens_alike() -> None:
     weights = token_weights("token_mean", torch.tensor([1, 3]), MiniBatchTotals(sequences=5, tokens=20))
     assert weights.tolist() == pytest.approx([0.05, 0.05])
@@ -70,23 +91,12 @@ def test_entropy_by_hand() -> None:
     assert token_entropy(rows).tolist() == pytest.approx([math.log(2), 0.0], abs=1e-6)
 
 
-def test_metrics_by_hand() -> None:
-    # ratios 0.5, 1, 1.5 with advantages 1, -1, 2: only the last is cut off, above
-    sums, ratio_max = token_metrics(NOW, BEHAVIOUR, ADVANTAGES, torch.tensor([1.0, 2.0, 3.0]), 0.2, 0.28)
-    kl = (0.5 - 1 + 0.69315) + 0.0 + (1.5 - 1 - 0.40547)
-    assert sums.tolist() == pytest.approx([6.0, 0.0, 1.0, kl], abs=1e-4)
-    assert float(ratio_max) == pytest.approx(1.5, abs=1e-4)
-    # with the signs turned the first one is cut off, below
-    sums, _ = token_metrics(NOW, BEHAVIOUR, -ADVANTAGES, torch.zeros(3), 0.2, 0.28)
-    assert sums[1:3].tolist() == [1.0, 0.0]
-
-
 def test_kl_estimate_is_unbiased() -> None:
     behaviour = torch.log_softmax(torch.tensor([0.3, -1.0, 2.0, 0.5], dtype=torch.float64), dim=0)
     current = torch.log_softmax(torch.tensor([1.0, 0.2, -0.4, 0.1], dtype=torch.float64), dim=0)
     expected = float((behaviour.exp() * (behaviour - current)).sum())  # KL(behaviour || current), the definition
     reverse = float((current.exp() * (current - behaviour)).sum())
-    estimate = float((behaviour.exp() * behaviour_kl(current, behaviour)).sum())  # expectation over behaviour's samples
+    estimate = float((behaviour.exp() * kl_estimate(behaviour, current)).sum())  # expectation over behaviour's samples
     assert estimate == pytest.approx(expected, abs=1e-12)
     assert abs(expected - reverse) > 0.05  # so the direction is told apart
-    assert (behaviour_kl(current, behaviour) >= 0).all()
+    assert (kl_estimate(behaviour, current) >= 0).all()

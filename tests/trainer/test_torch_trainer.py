@@ -14,9 +14,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import msgspec  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from trainer_cases import CASES, config_for, mini_batch, reference_gradients, save_model  # noqa: E402
+from trainer_cases import (  # noqa: E402
+    CASES,
+    config_for,
+    mini_batch,
+    reference_gradients,
+    reference_logprobs,
+    save_model,
+)
 
 from laminar_hpc.config.schema import Config  # noqa: E402
 from laminar_hpc.errors import ConfigError  # noqa: E402
@@ -50,7 +58,7 @@ def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
 def test_gradients_are_those_of_the_formula(model_path: str, aggregation: str, count: int) -> None:
     sequences = mini_batch()
     assert len(micro_batches(sequences, MICRO_BATCHES[count])) == count
-    config = config_for(model_path, aggregation=aggregation, micro_batch_tokens=MICRO_BATCHES[count])
+    config = config_for(model_path, aggregation=aggregation, clip_high=0.28, micro_batch_tokens=MICRO_BATCHES[count])
     trainer = TorchTrainer(config, 0, 1)
     metrics = trainer.train(sequences)
     model = load_model(model_path, "float32")
@@ -111,17 +119,106 @@ def test_two_ranks_do_what_one_does(model_path: str, two_ranks: dict[str, Any], 
 
 def test_padding_does_not_matter(model_path: str) -> None:
     sequences = mini_batch()
+    config = config_for(model_path, aggregation="token_mean")
     short = sequences[:3]
     longest = sequences[4]
     filler = Sequence(longest.tokens, longest.behaviour_logprobs, longest.loss_mask, advantage=0.0)
     silent = Sequence(longest.tokens, longest.behaviour_logprobs, np.zeros_like(longest.loss_mask), advantage=1.0)
-    alone = gradients_of(config_for(model_path), short)
-    padded = gradients_of(config_for(model_path), [*short, silent])  # has no trained token, and pads the others to 16
+    alone = gradients_of(config, short)
+    padded = gradients_of(config, [*short, silent])  # has no trained token, and pads the others to 16
     assert largest_difference(alone, padded) < 1e-6
-    counted = gradients_of(config_for(model_path), [*short, filler])  # its tokens count in the mean, their terms are 0
+    counted = gradients_of(config, [*short, filler])  # its tokens count in the mean, their terms are 0
     tokens = sum(int(sequence.loss_mask.sum()) for sequence in short)
     share = tokens / (tokens + int(filler.loss_mask.sum()))
     assert largest_difference({name: share * g for name, g in alone.items()}, counted) < 1e-6
+
+
+CORRECTIONS = ("tis_token", "tis_sequence", "icepop", "decoupled")
+BOUNDS = {"correction_cap": 1.1, "correction_low": 0.8, "correction_high": 1.3}
+"""Tight enough for the ratios of `mini_batch()` to meet them."""
+
+
+def scored_mini_batch() -> list[Sequence]:
+    """The mini-batch, with scores of its start and of a reference that are as far from the model as its behaviour is."""
+    rng = np.random.default_rng(8)
+    return [
+        msgspec.structs.replace(
+            s,
+            proximal_logprobs=np.where(s.loss_mask, rng.uniform(-5.0, -4.2, len(s.tokens)), 0.0).astype(np.float32),
+            reference_logprobs=np.where(s.loss_mask, rng.uniform(-5.0, -4.2, len(s.tokens)), 0.0).astype(np.float32),
+        )
+        for s in mini_batch()
+    ]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_corrected_gradients_are_those_of_the_formula_however_the_mini_batch_is_cut(
+    model_path: str, correction: str
+) -> None:
+    keys = {"correction": correction, "kl_coefficient": 0.2, "dual_clip": 1.2, **BOUNDS}
+    expected_loss, expected = reference_gradients(
+        load_model(model_path, "float32"), scored_mini_batch(), "sequence_mean", 0.2, 0.2, **keys
+    )
+    for limit in MICRO_BATCHES.values():
+        trainer = TorchTrainer(config_for(model_path, micro_batch_tokens=limit, **keys), 0, 1)
+        metrics = trainer.train(scored_mini_batch())
+        found = {name: gradient.double() for name, gradient in trainer.gradients().items()}
+        assert metrics["loss"] == pytest.approx(expected_loss, abs=1e-6)
+        assert largest_difference(found, expected) < 1e-6
+        assert (metrics["masked_fraction"] > 0) is (correction == "icepop")
+        assert (metrics["truncated_fraction"] > 0) is correction.startswith("tis")
+
+
+def test_without_scores_the_weights_come_from_the_same_forward_pass(model_path: str) -> None:
+    _, expected = reference_gradients(
+        load_model(model_path, "float32"), mini_batch(), "token_mean", 0.2, 0.2, correction="decoupled"
+    )
+    found = gradients_of(config_for(model_path, aggregation="token_mean", correction="decoupled"), mini_batch())
+    assert largest_difference({name: g.double() for name, g in found.items()}, expected) < 1e-6
+
+
+@pytest.mark.parametrize("limit", MICRO_BATCHES.values())
+def test_scores_are_transformers_own(model_path: str, limit: int) -> None:
+    config = config_for(model_path, micro_batch_tokens=limit)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.7})})
+    scores = TorchTrainer(config, 0, 1).score(mini_batch())
+    expected = reference_logprobs(load_model(model_path, "float32"), mini_batch(), temperature=1.7)
+    for sequence, score, values in zip(mini_batch(), scores, expected, strict=True):
+        assert score.dtype == np.float32
+        assert score[sequence.loss_mask] == pytest.approx(values.detach().numpy(), abs=1e-5)
+        assert not score[~sequence.loss_mask].any()
+    assert TorchTrainer(config, 0, 1).score([]) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_stays_the_checkpoint_and_leaves_the_weights_as_they_were(model_path: str, dtype: str) -> None:
+    config = config_for(model_path, kl_coefficient=0.1, learning_rate=1e-2)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    trainer = TorchTrainer(config, 0, 1)
+    at_start = trainer.score(mini_batch())
+    trainer.train(mini_batch())
+    trained = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    masters = trainer._flat.values.clone()
+    reference, now = trainer.score(mini_batch(), reference=True), trainer.score(mini_batch())
+    for first, kept, moved in zip(at_start, reference, now, strict=True):
+        assert np.array_equal(first, kept)
+        assert np.abs(first - moved).max() > 1e-3
+    assert all(torch.equal(p, trained[name]) for name, p in trainer.model.named_parameters())
+    assert torch.equal(trainer._flat.values, masters)
+
+
+def test_mismatch_is_measured_on_sequences_of_this_version(model_path: str) -> None:
+    sequences = [msgspec.structs.replace(s, version=4 + place % 2) for place, s in enumerate(mini_batch())]
+    config = config_for(model_path, micro_batch_tokens=MICRO_BATCHES[2])
+    metrics = TorchTrainer(config, 0, 1).train(sequences, version=5)
+    own = sequences[1::2]
+    now = torch.cat(reference_logprobs(load_model(model_path, "float32"), own)).detach().numpy()
+    recorded = np.concatenate([s.behaviour_logprobs[s.loss_mask] for s in own]).astype(np.float64)
+    assert metrics["mismatch_tokens"] == len(now)
+    assert metrics["mismatch_mean"] == pytest.approx(np.abs(now - recorded).mean(), abs=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(np.abs(now - recorded).max(), abs=1e-5)
+    assert metrics["mismatch_correlation"] == pytest.approx(np.corrcoef(now, recorded)[0, 1], abs=1e-3)
+    assert "mismatch_tokens" not in TorchTrainer(config, 0, 1).train(sequences)
 
 
 def test_metrics_are_means_over_all_tokens(model_path: str) -> None:
@@ -185,7 +282,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(model_path: str) -> None:
     bad = Sequence(good[1].tokens, good[1].behaviour_logprobs - np.float32(1e4), good[1].loss_mask, advantage=-1.0)
     metrics = trainer.train([*good, bad])
     assert metrics["skipped"] == 1.0
-    assert not np.isfinite(metrics["grad_norm"])
+    assert metrics["grad_norm"] == np.inf
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     assert trainer.train(good)["skipped"] == 0.0
     assert not all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

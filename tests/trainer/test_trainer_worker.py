@@ -14,7 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trainer_cases import ADVANTAGES, blocks_of, config_for, mini_batch  # noqa: E402
+import msgspec  # noqa: E402
+from plain_formulas import PlainSequence, plain_loss  # noqa: E402
+from trainer_cases import ADVANTAGES, blocks_of, config_for, mini_batch, reference_logprobs  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from laminar_hpc.config.schema import Config  # noqa: E402
 from laminar_hpc.process.channel import wait_any  # noqa: E402
@@ -34,6 +37,7 @@ from laminar_hpc.protocol.peer import (  # noqa: E402
 from laminar_hpc.protocol.wire import AnyRecord  # noqa: E402
 from laminar_hpc.trainer.advantages import group_advantages  # noqa: E402
 from laminar_hpc.trainer.api import Sequence  # noqa: E402
+from laminar_hpc.trainer.batch import own_sequences  # noqa: E402
 from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
 from laminar_hpc.trainer.worker import main  # noqa: E402
 from laminar_hpc.weights.digest import range_digests  # noqa: E402
@@ -66,6 +70,23 @@ def answer(worker: Worker) -> AnyRecord:
     return message
 
 
+def start(worker: Worker, config: Config) -> TrainerUp:
+    """Start the only trainer."""
+    worker.send(StartTrainer(config.model_dump_json().encode(), 0, 1))
+    up = answer(worker)
+    assert isinstance(up, TrainerUp)
+    return up
+
+
+def half_of_a_step(minibatch: int) -> TrainOn:
+    """One of the two mini-batches of step 3: the first group's sequences, or the second one's."""
+    places = [place for place, group in enumerate(GROUPS) if group == 1 + minibatch]
+    own = [IDS[place] for place in places]
+    blocks = [blocks_of(IDS[place], mini_batch()[place]) for place in places]
+    rewards = [REWARDS[place] for place in places]
+    return TrainOn(3, minibatch, 2, own, [1 + minibatch] * len(own), rewards, own, blocks)
+
+
 def train_on(own: list[int]) -> TrainOn:
     """The mini-batch, with the blocks of the sequences at these places."""
     blocks = [blocks_of(IDS[place], mini_batch()[place]) for place in own]
@@ -83,14 +104,16 @@ def expected_trainer(config: Config) -> tuple[TorchTrainer, dict[str, float]]:
     return trainer, trainer.train(sequences)
 
 
-def write(worker: Worker, manifest: Manifest, first: int, chunks: int) -> tuple[bytes, WeightsWritten]:
-    """Have a share written into a memfd behind 100 bytes of something else."""
+def write(
+    worker: Worker, manifest: Manifest, first: int, chunks: int, version: int = 9
+) -> tuple[bytes, WeightsWritten]:
+    """Have a share written into a memfd behind 4321 bytes of something else."""
     low, high = manifest.chunk_range(first)[0], manifest.chunk_range(first + chunks - 1)[1]
     fd = os.memfd_create("image")
     try:
         os.ftruncate(fd, 5000 + high - low)
         os.pwrite(fd, b"\xff" * (5000 + high - low), 0)
-        worker.send(WriteWeights(9, f"/proc/{os.getpid()}/fd/{fd}", 4321, first, chunks))
+        worker.send(WriteWeights(version, f"/proc/{os.getpid()}/fd/{fd}", 4321, first, chunks))
         message = answer(worker)
         assert isinstance(message, WeightsWritten)
         data = os.pread(fd, 5000 + high - low, 0)
@@ -131,6 +154,92 @@ def test_one_trainer_trains_and_writes(model_path: str, tmp_path: Path) -> None:
         assert written.digests == range_digests(up.manifest, first, chunks, np.frombuffer(data, dtype=np.uint8))
         worker.stop(timeout_s=20.0)
         assert not worker.alive
+
+
+def test_a_step_is_scored_before_its_first_update(model_path: str, tmp_path: Path) -> None:
+    # by hand: transformers in float64, torch's AdamW, and the formulas written out token by token
+    keys = {"correction": "decoupled", "kl_coefficient": 0.5, "learning_rate": 1e-2}
+    config = config_for(model_path, **keys)
+    halves = [own_sequences(half_of_a_step(minibatch)) for minibatch in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64).eval()
+    at_start = [[one.detach().tolist() for one in reference_logprobs(model, half)] for half in halves]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    expected = []
+    for half, scores in zip(halves, at_start, strict=True):
+        now = reference_logprobs(model, half)
+        plain = [
+            PlainSequence(list(one), s.behaviour_logprobs[s.loss_mask].tolist(), score, s.advantage, score)
+            for one, s, score in zip(now, half, scores, strict=True)
+        ]
+        loss = plain_loss(plain, config.trainer)
+        expected.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    late = [msgspec.structs.replace(s, proximal=one.tolist()) for s, one in zip(plain, now, strict=True)]
+    assert abs(float(plain_loss(late, config.trainer).detach()) - expected[1]) > 0.02  # the order shows
+
+    with workers(1, tmp_path) as (worker,):
+        start(worker, config)
+        for minibatch in range(2):
+            worker.send(half_of_a_step(minibatch))
+        for minibatch in range(2):
+            trained = answer(worker)
+            assert isinstance(trained, TrainedOn)
+            assert (trained.step, trained.minibatch) == (3, minibatch)
+            assert trained.tokens == sum(len(sequence.tokens) for sequence in halves[minibatch])
+            assert trained.metrics["loss"] == pytest.approx(expected[minibatch], abs=1e-3)
+            moved = [score for scores in at_start[minibatch] for score in scores]
+            recorded = np.concatenate([s.behaviour_logprobs[s.loss_mask] for s in halves[minibatch]])
+            assert trained.metrics["importance_mean"] == pytest.approx(np.exp(moved - recorded).mean(), abs=1e-4)
+            assert (trained.metrics["kl_reference"] > 1e-3) is (minibatch == 1)
+
+
+def test_mini_batches_of_a_step_that_needs_no_scores_are_trained_as_they_come(model_path: str, tmp_path: Path) -> None:
+    with workers(1, tmp_path) as (worker,):
+        start(worker, config_for(model_path))
+        for minibatch in range(2):
+            worker.send(half_of_a_step(minibatch))
+            trained = answer(worker)
+            assert isinstance(trained, TrainedOn)
+            assert trained.minibatch == minibatch
+            assert "importance_mean" not in trained.metrics
+
+
+def test_a_mini_batch_that_does_not_come_is_named(model_path: str, tmp_path: Path) -> None:
+    config = config_for(model_path, correction="icepop")
+    config = config.model_copy(update={"job": config.job.model_copy(update={"stall_timeout_s": 0.5})})
+    with workers(1, tmp_path) as (worker,):
+        start(worker, config)
+        worker.send(half_of_a_step(0))
+        said = answer(worker)
+        assert isinstance(said, WorkerError)
+        assert "mini-batch 1 of step 3 has not come within job.stall_timeout_s = 0.5 s" in said.text
+
+
+def test_nothing_comes_between_the_mini_batches_of_a_step_that_is_scored(model_path: str, tmp_path: Path) -> None:
+    with workers(1, tmp_path) as (worker,):
+        start(worker, config_for(model_path, correction="icepop"))
+        worker.send(half_of_a_step(0))
+        worker.send(WriteWeights(1, "/nowhere", 0, 0, 0))
+        said = answer(worker)
+        assert isinstance(said, WorkerError)
+        assert "expected mini-batch 1 of step 3, got WriteWeights" in said.text
+
+
+def test_mismatch_is_measured_under_the_version_that_was_written_last(model_path: str, tmp_path: Path) -> None:
+    whole = train_on(list(range(7)))  # its blocks say version 1
+    with workers(1, tmp_path) as (worker,):
+        up = start(worker, config_for(model_path))
+        found = []
+        for version in (0, 1, None):
+            if version is not None:
+                write(worker, up.manifest, 0, 1, version)
+            worker.send(whole)
+            trained = answer(worker)
+            assert isinstance(trained, TrainedOn)
+            found.append(trained.metrics.get("mismatch_tokens"))
+    assert found == [None, sum(int(s.loss_mask.sum()) for s in mini_batch()), None]
 
 
 def test_two_trainers_meet_and_stay_equal(model_path: str, tmp_path: Path) -> None:
