@@ -64,6 +64,12 @@ Ready = TrainerReady | RelayReady | RolloutReady
 FRUITLESS_GROUPS = 100
 """So many discarded groups in a row, and four steps' worth, mean that the task's grading is broken."""
 
+UNIFORM_GROUPS = 1000
+"""So many groups in a row that dynamic sampling discards, and ten steps' worth, mean that the task has nothing to teach.
+
+Where one group in a hundred has different rewards, 1000 without one come with a probability of 0.99^1000, 4e-5.
+"""
+
 READY_ROLES: dict[type[Event], Role] = {
     TrainerReady: Role.TRAINER,
     RelayReady: Role.RELAY,
@@ -143,11 +149,18 @@ class Controller:
         return self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
 
     def _give_up(self, now: float) -> list[Command]:
-        """A task whose grading always fails would be tried for ever."""
-        fruitless = self._experience.fruitless_groups
-        if self.outcome is not None or fruitless < max(FRUITLESS_GROUPS, 4 * self.settings.prompts):
+        """A task whose grading always fails would be tried for ever, and so would one whose rewards are always the same."""
+        fruitless, uniform = self._experience.fruitless_groups, self._experience.uniform_groups
+        if self.outcome is not None:
             return []
-        return self._end("failed", f"{fruitless} groups in a row had no two responses that could be graded", now)
+        if fruitless >= max(FRUITLESS_GROUPS, 4 * self.settings.prompts):
+            return self._end("failed", f"{fruitless} groups in a row had no two responses that could be graded", now)
+        if uniform >= max(UNIFORM_GROUPS, 10 * self.settings.prompts):
+            reason = (
+                f"{uniform} groups in a row had the same reward for all responses, and batch.dynamic_sampling is on"
+            )
+            return self._end("failed", reason, now)
+        return []
 
     def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
         self.outcome = outcome

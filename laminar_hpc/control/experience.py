@@ -2,6 +2,8 @@
 
 A training group is complete when none of its trajectories is generated any more. One whose grading failed has been dropped
 by then; with at least two left the group goes into the buffer, otherwise it is discarded and makes room for a replacement.
+With dynamic sampling a group whose rewards are all equal is discarded too: its advantages are 0, and it would take the place
+of one that trains (DAPO, arXiv 2503.14476, section 3.2).
 A step begins when the trainers have nothing to do, the version of the step before is published, and the buffer has enough
 groups; its groups are taken then, and consumed when it is done.
 """
@@ -35,6 +37,8 @@ class Experience:
         self._training = training
         self.fruitless_groups = 0
         """Groups in a row that were discarded because too few of their responses could be graded."""
+        self.uniform_groups = 0
+        """Gradable groups in a row that dynamic sampling discarded."""
 
     # --- finished trajectories --------------------------------------------------------------------------------------
 
@@ -56,19 +60,28 @@ class Experience:
         return commands
 
     def _complete(self, group: Group, now: float) -> list[Command]:
-        graded = len(group.members)
+        state, graded = self._state, len(group.members)
         if graded < SMALLEST_GROUP:
-            reason = f"{graded} of {self._state.settings.group_size} responses graded, at least {SMALLEST_GROUP} needed"
-            settlement = Settlement(self._state, now)
-            settlement.group(group, State.DISCARDED, reason)
-            self._state.work_has_appeared = True
             self.fruitless_groups += 1
-            return [*settlement.commands(reason)]
+            needed = f"at least {SMALLEST_GROUP} needed"
+            return self._replace(group, f"{graded} of {state.settings.group_size} responses graded, {needed}", now)
         self.fruitless_groups = 0
-        newest = self._state.versions.newest_published
+        rewards = [state.pool.trajectories[id].reward for id in group.members]
+        if state.settings.dynamic_sampling and min(rewards) == max(rewards):
+            self.uniform_groups += 1
+            return self._replace(group, f"all {graded} graded responses have the reward {rewards[0]:g}", now)
+        self.uniform_groups = 0
+        newest = state.versions.newest_published
         assert group.version is not None, f"group {group.id} has finished under no version"
         assert newest is not None, "a group has finished before any version was published"
-        return self._throw_away(self._state.buffer.add(Candidate(group.id, group.version, now), newest), newest, now)
+        return self._throw_away(state.buffer.add(Candidate(group.id, group.version, now), newest), newest, now)
+
+    def _replace(self, group: Group, reason: str, now: float) -> list[Command]:
+        """Discard a finished group, which makes room for another prompt."""
+        settlement = Settlement(self._state, now)
+        settlement.group(group, State.DISCARDED, reason)
+        self._state.work_has_appeared = True
+        return [*settlement.commands(reason)]
 
     def evict(self, now: float) -> list[Command]:
         """Throw away what a publication has made too old."""

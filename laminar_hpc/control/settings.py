@@ -12,7 +12,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A controller's settings; the config's keys of the same names explain them.
 
     `prompts` counts groups of a step, `train_prompts` and `held_out_prompts` different prompts that the task has.
-    `trainers`, `relays` and `rollouts` count ranks. `attempt` and `first_version` make version ids differ between attempts.
+    `trainers`, `relays` and `rollouts` count ranks, `replicas` the copies of the model that the trainers hold together (None:
+    one each). `attempt` and `first_version` make version ids differ between attempts.
     """
 
     mode: str
@@ -34,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     attempt: int = 0
     first_version: int = 0
+    replicas: int | None = None
+    dynamic_sampling: bool = False
 
     @property
     def pipeline(self) -> Mode:
@@ -42,6 +45,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             return MODES[self.mode]
         except KeyError:
             raise ConfigError(f"control.mode: must be one of {', '.join(MODES)}, got {self.mode!r}") from None
+
+    @property
+    def data_parallel(self) -> int:
+        """How many shares a mini-batch is cut into."""
+        return self.trainers if self.replicas is None else self.replicas
 
     @property
     def evaluated_prompts(self) -> int:

@@ -59,10 +59,10 @@ class Training:
     def _train(self, number: int, minibatch: int, groups: list[BatchGroup]) -> Train:
         members = [one for item in groups for one in item.trajectories]
         tokens = [one.prompt_tokens + one.tokens for one in members]
-        trainers = balance(tokens, self._settings.trainers)
+        chosen = balance(tokens, self._settings.data_parallel)
         samples = [
-            Sample(one.id, one.group, one.reward, length, trainer)
-            for one, length, trainer in zip(members, tokens, trainers, strict=True)
+            Sample(one.id, one.group, one.reward, length, replica)
+            for one, length, replica in zip(members, tokens, chosen, strict=True)
         ]
         reason = f"{len(groups)} groups with {len(samples)} trajectories and {sum(tokens)} tokens"
         return Train(reason, number, minibatch, self._settings.minibatches, samples)

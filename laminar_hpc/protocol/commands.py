@@ -31,13 +31,13 @@ class Pull(Command, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One trajectory of a training batch: who it is, what it earned, and which trainer (0 first) takes it."""
+    """One trajectory of a training batch: who it is, what it earned, and which replica of the trainers (0 first) takes it."""
 
     trajectory: int
     group: int
     reward: float
     tokens: int
-    trainer: int
+    replica: int
 
 
 class Train(Command, frozen=True):

@@ -29,4 +29,6 @@ def controller_settings(config: Config, attempt: int) -> Settings:
         relays=config.job.relays,
         rollouts=config.job.rollouts,
         attempt=attempt,
+        replicas=config.replicas,
+        dynamic_sampling=config.dynamic_sampling,
     )

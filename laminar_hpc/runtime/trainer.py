@@ -1,7 +1,8 @@
 """The trainer's loop: mini-batches and publications, in the order in which the manager asks for them.
 
-Training runs in a worker process. This rank fetches the payload of the next mini-batches while the worker trains, keeps
-published weights in memory that it shares with the worker, and serves them to the master relay while training goes on.
+Training runs in a worker process, which is given all mini-batches of a step as their payload comes, or one publication, and
+answers each. This rank fetches the payload of the next mini-batches while the worker trains, keeps published weights in
+memory that it shares with the worker, and serves them to the master relay while training goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.mpi.transport import build_transport
+from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
@@ -32,6 +34,7 @@ from laminar_hpc.protocol.trajectory import Block
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.rank import MANAGER, Rank
 from laminar_hpc.trainer import worker as trainer_worker
+from laminar_hpc.trainer.api import needs_proximal, needs_reference
 from laminar_hpc.weights.publish import Publisher
 
 
@@ -48,8 +51,8 @@ class TrainerLoop:
         self._payload: dict[tuple[int, int], list[list[Block]]] = {}
         self._asked: dict[int, tuple[int, int]] = {}
         self._requests = 0
-        self._at: Train | Publish | None = None
-        """What the worker is doing now."""
+        self._begun: deque[Train | Publish] = deque()
+        """What the worker has been given and has not answered: mini-batches of one step, or a publication."""
 
     @property
     def _trainers(self) -> list[int]:
@@ -95,13 +98,13 @@ class TrainerLoop:
         """What this trainer waits for."""
         if self._publisher is None:
             return "its worker to load the model"
-        if self._at is not None:
+        if self._begun and not self._collecting:
             return ""
         if not self._work:
             return "a batch from the manager"
         match self._work[0]:
-            case Train(step=step):
-                return f"the payload of step {step} from the store"
+            case Train(step=step, minibatch=minibatch):
+                return f"the payload of mini-batch {minibatch} of step {step} from the store"
             case Publish(version=version):
                 return f"memory to publish version {version}: the master relay still fetches an older one"
 
@@ -109,13 +112,9 @@ class TrainerLoop:
         """Of train, publish, wait: where its worker's time goes."""
         if self._publisher is None:
             return "start"
-        match self._at:
-            case Train():
-                return "train"
-            case Publish():
-                return "publish"
-            case None:
-                return "wait"
+        if not self._begun or self._collecting:
+            return "wait"
+        return "train" if isinstance(self._begun[0], Train) else "publish"
 
     def channels(self) -> list[Channel]:
         """The worker's."""
@@ -127,6 +126,14 @@ class TrainerLoop:
             self._worker.kill()
         if self._publisher is not None:
             self._publisher.close()
+
+    @property
+    def _collecting(self) -> bool:
+        """Whether the worker waits for the rest of a step that it scores before it trains on any of it."""
+        config, last = self._rank.config.trainer, self._begun[-1] if self._begun else None
+        if not isinstance(last, Train) or last.minibatch + 1 == last.minibatches:
+            return False
+        return needs_proximal(config, last.minibatches) or needs_reference(config)
 
     def _require_publisher(self) -> Publisher:
         if self._publisher is None:
@@ -144,7 +151,9 @@ class TrainerLoop:
             self._require_worker().send(message)
 
     def _own(self, train: Train) -> list[int]:
-        return [sample.trajectory for sample in train.samples if sample.trainer == self._rank.me.index]
+        config = self._rank.config
+        replica = replica_of(self._rank.me.index, config.trainer.tensor_parallel, config.replicas)
+        return [sample.trajectory for sample in train.samples if sample.replica == replica]
 
     def _fetch(self, train: Train) -> None:
         self._requests += 1
@@ -152,9 +161,11 @@ class TrainerLoop:
         self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, self._own(train)))
 
     def _begin_next(self) -> bool:
-        if self._at is not None or not self._work or self._publisher is None:
+        if not self._work or self._publisher is None:
             return False
         work = self._work[0]
+        if self._begun and not _same_step(self._begun[0], work):
+            return False
         match work:
             case Train():
                 blocks = self._payload.pop((work.step, work.minibatch), None)
@@ -177,7 +188,7 @@ class TrainerLoop:
                 if request is None:
                     return False
                 self._tell_worker(request)
-        self._at = self._work.popleft()
+        self._begun.append(self._work.popleft())
         return True
 
     def _hear_worker(self) -> bool:
@@ -213,7 +224,7 @@ class TrainerLoop:
         rank.tell_manager(TrainerReady(rank=rank.world.rank, incarnation=0, trainer=rank.me.index))
 
     def _trained(self, message: TrainedOn) -> None:
-        self._at = None
+        self._begun.popleft()
         self._rank.tell_manager(
             Trained(
                 rank=self._rank.world.rank,
@@ -227,7 +238,7 @@ class TrainerLoop:
         )
 
     def _written(self, message: WeightsWritten) -> None:
-        self._at = None
+        self._begun.popleft()
         publisher = self._require_publisher()
         publisher.written(message)
         self._rank.tell_manager(
@@ -240,3 +251,8 @@ class TrainerLoop:
                 seconds=message.seconds,
             )
         )
+
+
+def _same_step(first: Train | Publish, second: Train | Publish) -> bool:
+    """Whether both are mini-batches of one step."""
+    return isinstance(first, Train) and isinstance(second, Train) and first.step == second.step

@@ -13,6 +13,7 @@ from random import Random
 import msgspec
 
 from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.protocol.commands import Broadcast, Command, Generate, Publish, Pull, Train
 from laminar_hpc.protocol.events import (
     CameFromTool,
@@ -147,7 +148,10 @@ class FakeCluster:
         if isinstance(command, Publish):
             share = bytes([command.version % 256, trainer.index]) * 4 * CHUNKS
             return Published(trainer.rank, 0, command.version, trainer.index * CHUNKS, share, 0.25)
-        tokens = sum(sample.tokens for sample in command.samples if sample.trainer == trainer.index)
+        settings = self.settings
+        replicas = settings.replicas or settings.trainers
+        own = replica_of(trainer.index, settings.trainers // replicas, replicas)
+        tokens = sum(sample.tokens for sample in command.samples if sample.replica == own)
         metrics = {"loss": float(command.step), "minibatch": float(command.minibatch)}
         return Trained(trainer.rank, 0, command.step, command.minibatch, tokens, 2.0, metrics)
 

@@ -229,10 +229,12 @@ class InvariantChecker:
             assert one.finished.verdict is Verdict.GRADED
             assert sample.reward == one.finished.reward
             assert sample.tokens == one.finished.prompt_tokens + one.finished.response_tokens
-            assert 0 <= sample.trainer < settings.trainers
+            assert 0 <= sample.replica < (settings.replicas or settings.trainers)
             assert one.spec.purpose is Purpose.TRAIN
             self.in_batch[sample.trajectory] = (command.step, self._age(one.version))
         for group, members in groups.items():
+            rewards = {sample.reward for sample in command.samples if sample.group == group}
+            assert len(rewards) > 1 or not settings.dynamic_sampling, f"group {group} has nothing to teach"
             assert group not in self.batched_groups, f"group {group} trained twice"
             assert members == len(self._open_members(group)), f"group {group} trained without all its members"
             assert len({one.version for one in self._open_members(group)}) == 1
@@ -270,6 +272,7 @@ class InvariantChecker:
             assert outcome.trajectory not in self.settled, f"trajectory {outcome.trajectory} settled twice"
             assert outcome.reason
             assert outcome.version == one.version
+            self._check_reason(outcome, one)
             assert outcome.staleness_finish == one.staleness_finish
             if outcome.state is State.CONSUMED and outcome.purpose is Purpose.TRAIN:
                 assert (outcome.step, outcome.staleness_consumption) == self.in_batch[outcome.trajectory]
@@ -283,6 +286,19 @@ class InvariantChecker:
                 assert group.step == self.batched_groups[group.group]
             self.group_ends[group.group] = group.state
             assert not self._open_members(group.group), f"group {group.group} ended before its trajectories"
+
+    def _check_reason(self, outcome: TrajectoryOutcome, one: SeenTrajectory) -> None:
+        """What dynamic sampling throws away is a whole finished group with one reward."""
+        if "have the reward" not in outcome.reason:
+            return
+        assert self.settings.dynamic_sampling
+        assert (outcome.state, outcome.purpose) == (State.DISCARDED, Purpose.TRAIN)
+        members = [other for other in self.trajectories.values() if other.spec.group == one.spec.group]
+        ends = [other.finished for other in members[-self.settings.group_size :]]  # those before it have started over
+        graded = [end.reward for end in ends if end is not None and end.verdict is Verdict.GRADED]
+        assert None not in ends
+        assert len(graded) >= 2
+        assert set(graded) == {outcome.reward}
 
     def _see_ReportStep(self, report: ReportStep) -> None:
         assert report.step == len(self.reports) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_job import DIGESTS, RELAY, TRAINER, A, B, ScriptedJob, kinds, only
 
-from laminar_hpc.control.controller import FRUITLESS_GROUPS, Controller, Settings
+from laminar_hpc.control.controller import FRUITLESS_GROUPS, UNIFORM_GROUPS, Controller, Settings
 from laminar_hpc.errors import ConfigError, ProtocolError
 from laminar_hpc.protocol.commands import Broadcast, Command, EndJob, Generate, Publish, Pull, Release, Settle, Share
 from laminar_hpc.protocol.events import (
@@ -242,3 +242,39 @@ def test_one_group_that_can_be_graded_starts_the_count_again():
     given = waiting.pop(0)
     waiting += only(job.finish_all(given.rank, given), Generate)
     assert only(fail_groups(job, waiting, FRUITLESS_GROUPS - 1), EndJob) == []
+
+
+def finish_groups(
+    job: ScriptedJob, waiting: list[Generate], groups: int, rewards: tuple[float, float]
+) -> list[Command]:
+    """So many groups of two finish with these rewards, one after the other; what followed from the last response."""
+    commands: list[Command] = []
+    for _ in range(groups):
+        given = waiting.pop(0)
+        for spec, reward in zip(given.trajectories, rewards, strict=True):
+            commands = job.finish(given.rank, spec.id, 0, reward=reward)
+            waiting += only(commands, Generate)
+    return commands
+
+
+def test_a_task_whose_rewards_are_always_the_same_ends_a_job_that_samples_dynamically():
+    job = ScriptedJob(prompts=1, concurrency=2, steps=1, ahead=0.0, dynamic_sampling=True)
+    waiting = [generate for given in job.start().values() for generate in given]
+    assert only(finish_groups(job, waiting, UNIFORM_GROUPS - 1, (0.0, 0.0)), EndJob) == []
+    (end,) = only(finish_groups(job, waiting, 1, (1.0, 1.0)), EndJob)
+    assert end.outcome == "failed"
+    assert end.reason == (
+        "1000 groups in a row had the same reward for all responses, and batch.dynamic_sampling is on"
+    )
+
+
+def test_a_group_that_teaches_starts_that_count_again_and_one_that_cannot_be_graded_does_not():
+    job = ScriptedJob(prompts=1, concurrency=2, steps=2, ahead=0.0, dynamic_sampling=True)
+    waiting = [generate for given in job.start().values() for generate in given]
+    finish_groups(job, waiting, UNIFORM_GROUPS - 1, (0.0, 0.0))
+    finish_groups(job, waiting, 1, (0.0, 1.0))
+    for _ in range(2):
+        assert only(finish_groups(job, waiting, UNIFORM_GROUPS // 2 - 1, (0.0, 0.0)), EndJob) == []
+        assert only(fail_groups(job, waiting, 1), EndJob) == []
+    (end,) = only(finish_groups(job, waiting, 2, (0.0, 0.0)), EndJob)
+    assert end.outcome == "failed"

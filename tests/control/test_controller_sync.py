@@ -97,3 +97,19 @@ def test_evaluation_prompts_are_handed_out_before_the_cohort():
     purposes = {one.rank: [spec.purpose for spec in one.trajectories] for one in generates}
     assert purposes[A] == [Purpose.EVALUATION] * 2 + [Purpose.TRAIN] * 4
     assert purposes[B] == [Purpose.EVALUATION] + [Purpose.TRAIN] * 4
+
+
+def test_a_group_without_a_difference_is_replaced_within_the_cohort():
+    job = sync(prompts=2, concurrency=2, dynamic_sampling=True)
+    job.start()
+    job.finish(A, 0, 0, reward=0.5)
+    settle, generate = job.finish(A, 1, 0, reward=0.5)
+    assert [(one.trajectory, one.state) for one in settle.trajectories] == [(0, State.DISCARDED), (1, State.DISCARDED)]
+    assert [(one.group, one.state) for one in settle.groups] == [(0, State.DISCARDED)]
+    assert settle.groups[0].reason == "all 2 graded responses have the reward 0.5"
+    assert (generate.version, held_by([generate])) == (0, {A: [2]})
+    assert job.finish(B, 2, 0, reward=1.0) + job.finish(B, 3, 0, reward=0.0) == []
+    job.finish(A, 4, 0, reward=0.0)
+    train, _ = job.finish(A, 5, 0, reward=1.0)
+    assert isinstance(train, Train)
+    assert [(sample.group, sample.reward) for sample in train.samples] == [(1, 1.0), (1, 0.0), (2, 0.0), (2, 1.0)]

@@ -21,6 +21,7 @@ STORM_MOVES = 150
 @st.composite
 def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
     minibatches = draw(st.integers(1, 2))
+    trainers = draw(st.integers(1, 4))
     return Settings(
         mode=mode,
         steps=draw(st.integers(1, 4)),
@@ -35,10 +36,12 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         held_out_prompts=draw(st.integers(5, 9)),
         train_prompts=draw(st.integers(1, 7)),
         seed=draw(st.integers(0, 3)),
-        trainers=draw(st.integers(1, 3)),
+        trainers=trainers,
         relays=draw(st.integers(1, 2)),
         rollouts=2 * draw(st.integers(1, 2)),
         first_version=draw(st.sampled_from([0, 17])),
+        replicas=draw(st.sampled_from([None, *(count for count in (1, 2, 3) if trainers % count == 0)])),
+        dynamic_sampling=draw(st.booleans()),
     )
 
 

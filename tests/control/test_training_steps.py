@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from laminar_hpc.control.pool import Trajectory
@@ -48,6 +49,24 @@ def test_a_batch_is_cut_into_minibatches_of_whole_groups_with_balanced_trainers(
     assert first.samples == [Sample(10, 7, 1.0, 15, 1), Sample(11, 7, 0.0, 25, 0)]
     assert second.samples == [Sample(12, 8, 1.0, 35, 1), Sample(13, 8, 1.0, 45, 0)]
     assert first.reason == "1 groups with 2 trajectories and 40 tokens"
+
+
+def test_a_minibatch_is_spread_over_replicas_however_many_trainers_each_has():
+    # four trainers hold two copies: 15, 25 of mini-batch 0 and 35, 45 of mini-batch 1, the longer one to replica 0
+    training = Training(msgspec.structs.replace(JOB, trainers=4, replicas=2))
+    first, second = training.begin(batch(), 4, 50.0)
+    assert [sample.replica for sample in first.samples + second.samples] == [1, 0, 1, 0]
+    for rank in (1, 2, 3):  # shards of a replica report as trainers do that hold all of it
+        assert not any([training.note(trained(rank, 0), rank - 1), training.note(trained(rank, 1), rank - 1)])
+    assert not training.note(trained(4, 0), 3)
+    assert training.note(trained(4, 1), 3)
+
+
+def test_settings_from_before_there_were_shards_load():
+    old = msgspec.json.decode(msgspec.json.encode(JOB))
+    del old["replicas"], old["dynamic_sampling"]
+    settings = msgspec.convert(old, Settings)
+    assert (settings.data_parallel, settings.dynamic_sampling) == (2, False)
 
 
 def test_a_step_is_done_when_every_trainer_has_done_every_minibatch_once():

@@ -1,4 +1,4 @@
-"""Balancing tokens over trainers."""
+"""Balancing tokens over replicas, and which replica a trainer belongs to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.policy.balance import balance
+from laminar_hpc.policy.balance import balance, replica_of
 
 
 def loads(tokens: list[int], chosen: list[int], trainers: int) -> list[int]:
@@ -24,6 +24,13 @@ def test_longest_first_onto_the_least_loaded():
 
 def test_equal_lengths_go_round_in_order():
     assert balance([5, 5, 5, 5, 5], 3) == [0, 1, 2, 0, 1]
+
+
+def test_replicas_of_trainers_in_megatrons_order():
+    # tensor 2, replicas 3, pipeline 2: the tensor place runs fastest, then the replica, then the stage
+    assert [replica_of(trainer, 2, 3) for trainer in range(12)] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+    assert [replica_of(trainer, 1, 4) for trainer in range(4)] == [0, 1, 2, 3]
+    assert [replica_of(trainer, 4, 1) for trainer in range(8)] == [0] * 8  # one replica of two stages
 
 
 def test_more_trainers_than_trajectories_leave_some_without():
