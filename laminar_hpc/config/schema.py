@@ -61,29 +61,41 @@ class Model(Section):
 class Task(Section):
     """Where prompts come from and how responses are graded."""
 
-    name: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
-    """A reasoning-gym data set, or prompts from a JSON Lines file."""
+    name: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
+    """A reasoning-gym data set, or prompts from a JSON Lines or a Parquet file."""
     dataset: str = "chain_sum"
     """reasoning_gym: the data set's name."""
     parameters: dict[str, Any] = {}
     """reasoning_gym: the data set's own parameters."""
     path: str = ""
-    """jsonl: the file; a line is {"prompt": "...", "answer": "..."}."""
+    """jsonl, parquet: the file; a row has a prompt and an answer in the columns named below."""
     held_out_path: str = ""
-    """jsonl: the file with the held-out prompts ("": the last `evaluation.prompts` lines of `path`)."""
-    verifier: Literal["exact", "number"] = "exact"
-    """jsonl: how a response is compared with the answer."""
+    """jsonl, parquet: the file with the held-out prompts ("": the last `evaluation.prompts` rows of `path`)."""
+    prompt_column: str = "prompt"
+    """jsonl, parquet: the column with the prompt: a text, or a list of chat messages {"role": ..., "content": ...}. Dots go
+    into nested columns. GSM8K: "question"; DAPO-Math-17k: "prompt"."""
+    answer_column: str = "answer"
+    """jsonl, parquet: the column with the answer, a text. GSM8K: "answer", of which what follows "####" counts;
+    DAPO-Math-17k: "reward_model.ground_truth"."""
+    verifier: Literal["exact", "number", "math"] = "exact"
+    """jsonl, parquet: how a response is compared with the answer; math: by math-verify, as mathematical expressions."""
     prompts: Positive = 10_000
     """reasoning_gym: how many different training prompts."""
     template: str = "{prompt}"
-    """The text given to the model; {prompt} stands for the prompt."""
+    """The text given to the model, or the user's message where `chat` is set; {prompt} stands for the prompt."""
+    chat: bool = False
+    """Put the text as the user's message into the chat template that the model directory has."""
+    system: str = ""
+    """chat: the system message ("": none but the template's own)."""
+    overlong_tokens: Count = 0
+    """Length of the interval before `rollout.max_response_tokens` in which the reward falls by up to 1, as in DAPO (0: off)."""
     deadline_s: Seconds = 5.0
     """How long grading one response may take."""
 
     @model_validator(mode="after")
     def _check(self) -> Task:
-        if self.name == "jsonl" and not self.path:
-            raise ValueError("task.path is required where task.name is 'jsonl'")
+        if self.name in ("jsonl", "parquet") and not self.path:
+            raise ValueError(f"task.path is required where task.name is {self.name!r}")
         if "{prompt}" not in self.template:
             raise ValueError("task.template must contain {prompt}")
         return self
@@ -92,8 +104,17 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     """The inference engine."""
+    tensor_parallel: Positive = 1
+    """vllm: GPUs, or on a CPU processes, that one engine is spread over; all on its node."""
+    kv_cache_tokens: Count = 0
+    """vllm: tokens that the KV cache has room for (0: `slots` times prompt and response at their longest; on a GPU, all the
+    memory that `gpu_memory_share` leaves)."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """vllm: the share of a GPU's memory that the engine may take."""
+    eager: bool = False
+    """vllm: run without CUDA graphs and compilation; starts sooner, decodes more slowly."""
     concurrency: Positive = 64
     """Trajectories a rollout takes at once, those waiting for a place in the KV cache included."""
     slots: Positive = 64
@@ -110,11 +131,25 @@ class Rollout(Section):
     """How long an engine that has work may say nothing before it is started again."""
 
 
+LOSSES = {
+    "grpo": {"clip_high": 0.2, "aggregation": "sequence_mean"},
+    "dapo": {"clip_high": 0.28, "aggregation": "token_mean"},
+}
+"""What `trainer.loss` sets where the config does not: GRPO as in arXiv 2402.03300, DAPO as in arXiv 2503.14476."""
+
+
 class Trainer(Section):
     """The optimizer and its loss."""
 
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "megatron"] = "torch"
     """The training engine."""
+    tensor_parallel: Positive = 1
+    """megatron: trainers that share each layer's matrices. job.trainers / (tensor_parallel * pipeline_parallel) replicas
+    train data-parallel."""
+    pipeline_parallel: Positive = 1
+    """megatron: stages that the layers are cut into."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """megatron: what the backward pass computes again instead of keeping it: attention only, or whole layers."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -123,12 +158,49 @@ class Trainer(Section):
     """Optimizer steps over which the learning rate rises from 0."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """0 switches clipping off."""
+    loss: Literal["grpo", "dapo"] = "grpo"
+    """Sets `clip_high`, `aggregation` and `batch.dynamic_sampling` where they are not set: grpo 0.2, "sequence_mean", false;
+    dapo 0.28, "token_mean", true."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(ge=0)] = 0.0
+    """Bound of the ratio's loss where the advantage is negative, more than 1 (0: none)."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "sequence_mean"
     """Over what the loss is averaged: all tokens of a mini-batch, or its sequences."""
+    correction: Literal["none", "tis_token", "tis_sequence", "icepop", "decoupled"] = "none"
+    """What is done about the difference between the policy that generated and the trainer's at the start of the step."""
+    correction_cap: Annotated[float, Field(gt=0)] = 2.0
+    """tis_token, tis_sequence: the largest importance weight."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """icepop: tokens with a smaller importance weight are masked."""
+    correction_high: Annotated[float, Field(gt=0)] = 5.0
+    """icepop: tokens with a larger importance weight are masked."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence to the model at `model.path` as it was at the start (0: no reference model is kept)."""
     micro_batch_tokens: Positive = 16_384
     """Padded tokens of one forward and backward pass; less memory, same gradients."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_loss(cls, values: Any) -> Any:
+        preset = LOSSES.get(str(values.get("loss"))) if isinstance(values, dict) else None
+        return values if preset is None else preset | values
+
+    @model_validator(mode="after")
+    def _check(self) -> Trainer:
+        if self.dual_clip and self.dual_clip <= 1.0:
+            raise ValueError(f"trainer.dual_clip must be 0 (none) or more than 1, got {self.dual_clip:g}")
+        if self.correction_high <= self.correction_low:
+            raise ValueError(
+                f"trainer.correction_high must be more than trainer.correction_low ({self.correction_low:g}), "
+                f"got {self.correction_high:g}"
+            )
+        if self.engine == "torch" and self.tensor_parallel * self.pipeline_parallel > 1:
+            raise ValueError(
+                "trainer.tensor_parallel and trainer.pipeline_parallel must be 1 where trainer.engine is 'torch'; "
+                "'megatron' has them"
+            )
+        return self
 
 
 class Batch(Section):
@@ -140,6 +212,9 @@ class Batch(Section):
     """Responses to each prompt."""
     minibatches: Positive = 1
     """Optimizer steps of one step; each takes a share of the groups."""
+    dynamic_sampling: bool | None = None
+    """Discard groups whose responses all have the same reward, and draw others, as in DAPO (not set: where trainer.loss is
+    'dapo')."""
 
     @model_validator(mode="after")
     def _check(self) -> Batch:
@@ -227,6 +302,14 @@ class Config(Section):
                 f"job.rollouts must be a multiple of job.relays (the same number of rollouts on each node), "
                 f"got {self.job.rollouts} and {self.job.relays}"
             )
+        shards = self.trainer.tensor_parallel * self.trainer.pipeline_parallel
+        if self.job.trainers % shards:
+            raise ValueError(
+                f"job.trainers must be a multiple of trainer.tensor_parallel * trainer.pipeline_parallel ({shards}), "
+                f"got {self.job.trainers}"
+            )
+        if self.rollout.engine == "torch" and self.rollout.tensor_parallel > 1:
+            raise ValueError("rollout.tensor_parallel must be 1 where rollout.engine is 'torch'; 'vllm' has it")
         if 2 * self.job.heartbeat_s > self.job.silence_timeout_s:
             raise ValueError(
                 f"job.silence_timeout_s must be at least twice job.heartbeat_s ({self.job.heartbeat_s:g}), "
@@ -237,3 +320,14 @@ class Config(Section):
                 f"rollout.concurrency must be at least batch.group_size ({self.batch.group_size}), got {self.rollout.concurrency}"
             )
         return self
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that train data-parallel, each on its own share of a mini-batch."""
+        return self.job.trainers // (self.trainer.tensor_parallel * self.trainer.pipeline_parallel)
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether groups whose responses all have the same reward are discarded."""
+        chosen = self.batch.dynamic_sampling
+        return self.trainer.loss == "dapo" if chosen is None else chosen

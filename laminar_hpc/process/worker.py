@@ -53,6 +53,8 @@ def start_forkserver() -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = os.environ["TQDM_DISABLE"] = "1"
     os.environ.setdefault("PYTHONHASHSEED", "0")  # some tasks draw from sets, and all ranks must see the same prompts
     set_forkserver_preload([])
+    # multiprocessing's tracker removes what a killed engine has left of its semaphores, and need not tell people
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     with _without_launcher_variables():
         ensure_running()
 

