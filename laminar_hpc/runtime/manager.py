@@ -229,9 +229,9 @@ class ManagerLoop:
             return
         self._ending = command
         self._ending_since = now
-        self._live.finish(command)
         if self._recorded is not None:
             self._recorded.ended(command, now)
+        self._live.finish(command)
         self.clean = not self._left
         for rank in self._others:
             self._rank.mail.send(rank, Shutdown(clean=self.clean))

@@ -90,9 +90,13 @@ class ManagerRecord:
                     pass
 
     def ended(self, command: EndJob, now: float) -> None:
-        """The job is over; an end that is no success is a row among the failures."""
+        """The job is over; an end that is no success is a row among the failures.
+
+        The file is complete from here on: the launcher may kill all ranks as soon as the first one has left.
+        """
         if command.outcome != "finished":
             self._writer.add("failures", time_s=now, rank=None, text=f"{command.outcome}: {command.reason}")
+        self._writer.flush()
 
     def tokens(self, blocks: list[Block]) -> None:
         """The tokens of a trajectory that is about to be dropped."""
