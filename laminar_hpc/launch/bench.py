@@ -19,7 +19,7 @@ from rich.table import Table
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, EngineError
-from laminar_hpc.process.channel import ChannelClosed, wait_any
+from laminar_hpc.process.channel import Channel, ChannelClosed, wait_any
 from laminar_hpc.process.worker import Worker, WorkerMain, start_forkserver
 from laminar_hpc.protocol.peer import (
     AddTrajectory,
@@ -139,13 +139,12 @@ def bench_trainer(config: Config, rounds: int = ROUNDS) -> float:
             f"bench trainer: trainer.engine must be 'megatron' with job.trainers = 1, got {config.trainer.engine!r} and "
             f"{config.job.trainers}"
         )
-    from laminar_hpc.trainer import megatron_bare
     from laminar_hpc.trainer import worker as trainer_worker
 
     start_forkserver()
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as logs:
         ours = _Side("trainer", trainer_worker.main, logs)
-        bare = _Side("bare-megatron", megatron_bare.main, logs)
+        bare = _Side("bare-megatron", _bare_megatron, logs)
         try:
             for side in (ours, bare):
                 side.send(StartTrainer(config.model_dump_json().encode(), 0, 1))
@@ -255,6 +254,13 @@ def _train(side: _Side, config: Config, step: int) -> Round:
     _expect(side.receive(config.job.stall_timeout_s, "train"), TrainedOn)
     tokens = sum(block.count for blocks in message.blocks for block in blocks)
     return Round(tokens, time.perf_counter() - began_s)
+
+
+def _bare_megatron(channel: Channel) -> None:
+    """In the worker, so that Megatron is loaded there and not here."""
+    from laminar_hpc.trainer.megatron_bare import main
+
+    main(channel)
 
 
 def _mini_batch(config: Config, step: int) -> TrainOn:

@@ -14,6 +14,7 @@ import numpy as np
 from laminar_hpc.config.model_files import read_end_tokens
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.keyed import stable_hash
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.peer import AddTrajectory, Ended, EngineOutput, EngineUp, StartEngine
 from laminar_hpc.protocol.trajectory import Block, Source, Stop
@@ -58,7 +59,7 @@ def _generate(model: object, config: Config, batch: list[AddTrajectory]) -> Engi
     parameters = [
         SamplingParams(
             temperature=config.rollout.temperature,
-            seed=one.spec.seed,
+            seed=stable_hash(one.spec.seed, 0),  # the engine's, so that both sides generate the same tokens
             max_tokens=config.rollout.max_response_tokens,
             stop_token_ids=sorted(read_end_tokens(config.model.path)),
             logprobs=0,
