@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar_hpc.config.schema import Rollout
+from laminar_hpc.errors import EngineError
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
 
@@ -81,3 +83,17 @@ class Engine(Protocol):
 
         Each array is good until the next one is asked for.
         """
+
+
+def check_request(who: str, request: Request, limits: Rollout, vocabulary: int) -> None:
+    """EngineError where the prompt has too many tokens or none, or a token is none of the model's; it begins with `who`."""
+    if not 1 <= len(request.prompt) <= limits.max_prompt_tokens:
+        raise EngineError(
+            f"{who} has a prompt of {len(request.prompt)} tokens; "
+            f"allowed are 1 to {limits.max_prompt_tokens} (rollout.max_prompt_tokens)"
+        )
+    tokens = request.prompt + request.response
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise EngineError(
+            f"{who} has tokens from {min(tokens)} to {max(tokens)}; the model's are 0 to {vocabulary - 1}"
+        )

@@ -23,7 +23,7 @@ from laminar_hpc.errors import EngineError
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled
+from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request
 from laminar_hpc.rollout.hf_model import build_model, fill, stored
 from laminar_hpc.rollout.kv_cache import Decode, KVCache, Prefill, Rows
 from laminar_hpc.rollout.sampling import sample, signed
@@ -96,17 +96,7 @@ class TorchEngine:
         who = f"torch engine: trajectory {request.trajectory}"
         if request.trajectory in self._trajectories:
             raise EngineError(f"{who} is in the engine already")
-        if not 1 <= len(request.prompt) <= self._limits.max_prompt_tokens:
-            raise EngineError(
-                f"{who} has a prompt of {len(request.prompt)} tokens; "
-                f"allowed are 1 to {self._limits.max_prompt_tokens} (rollout.max_prompt_tokens)"
-            )
-        tokens = request.prompt + request.response
-        vocabulary = self._model.config.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise EngineError(
-                f"{who} has tokens from {min(tokens)} to {max(tokens)}; the model's are 0 to {vocabulary - 1}"
-            )
+        check_request(who, request, self._limits, self._model.config.vocab_size)
         stop = self._stop(request.response[-1], len(request.response)) if request.response else None
         if stop is None:
             self._waiting.append(_Row(request))

@@ -27,10 +27,9 @@ from laminar_hpc.policy.keyed import stable_hash
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled
+from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request
 from laminar_hpc.rollout.vllm_setup import (
     BACKEND,
-    check_vllm,
     engine_arguments,
     has_gpus,
     unlink_shared_memory,
@@ -84,7 +83,6 @@ class VllmEngine:
 
     def __init__(self, config: Config) -> None:
         """Start vLLM without weights. ConfigError where `model.path` or a limit is none that it can run."""
-        check_vllm(config)
         self.concurrency = config.rollout.concurrency
         self._limits = config.rollout
         self._ends = read_end_tokens(config.model.path)
@@ -119,22 +117,15 @@ class VllmEngine:
         who = f"vllm engine: trajectory {request.trajectory}"
         if request.trajectory in self._trajectories:
             raise EngineError(f"{who} is in the engine already")
-        if not 1 <= len(request.prompt) <= self._limits.max_prompt_tokens:
-            raise EngineError(
-                f"{who} has a prompt of {len(request.prompt)} tokens; "
-                f"allowed are 1 to {self._limits.max_prompt_tokens} (rollout.max_prompt_tokens)"
-            )
-        tokens = request.prompt + request.response
-        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
-            raise EngineError(
-                f"{who} has tokens from {min(tokens)} to {max(tokens)}; the model's are 0 to {self._vocabulary - 1}"
-            )
+        check_request(who, request, self._limits, self._vocabulary)
         stop = self._stop_of(request.response)
         if stop is None:
             self._added += 1
             trajectory = _Trajectory(request, f"{request.trajectory}-{self._added}")
             with self._errors(f"trajectory {request.trajectory}"):
-                self._engine.add_request(trajectory.key, tokens_input(tokens), self._parameters(request))
+                self._engine.add_request(
+                    trajectory.key, tokens_input(request.prompt + request.response), self._parameters(request)
+                )
             self._trajectories[request.trajectory] = self._by_key[trajectory.key] = trajectory
         return stop
 

@@ -23,6 +23,7 @@ from laminar_hpc.trainer.flat import FlatParameters
 from laminar_hpc.trainer.hf import load_model, model_manifest
 from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_loss, token_batch, token_entropy
 from laminar_hpc.trainer.schedule import learning_rate
+from laminar_hpc.weights.reshard import overlap
 
 
 def trainer_device(trainer: int) -> torch.device:
@@ -111,13 +112,13 @@ class TorchTrainer:
         high = self._manifest.chunk_range(first_chunk + chunks - 1)[1]
         filled = low
         for entry in self._manifest.tensors:
-            start, end = max(low, entry.offset), min(high, entry.offset + entry.nbytes)
+            start, end = overlap(entry, low, high)
             if start < end:
                 data = self._parameters[entry.name].detach().reshape(-1).view(torch.uint8)
-                piece = data[start - entry.offset : end - entry.offset].cpu().numpy()
-                image[filled - low : start - low] = 0  # the gap that aligns the tensor
-                image[start - low : end - low] = piece
-                filled = end
+                begin = entry.offset + start
+                image[filled - low : begin - low] = 0  # the gap that aligns the tensor
+                filled = entry.offset + end
+                image[begin - low : filled - low] = data[start:end].cpu().numpy()
         image[filled - low :] = 0
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:

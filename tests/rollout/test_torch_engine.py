@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from saved_models import CONFIGS, END, SIZES, VOCABULARY, Saved, config_for, lent  # noqa: E402
+from batches import forward_logprobs, generated, prompts_of_lengths, request, run, tokens  # noqa: E402
+from saved_models import CONFIGS, END, SIZES, Saved, config_for, lent  # noqa: E402
 
 from laminar_hpc.errors import ConfigError, EngineError  # noqa: E402
 from laminar_hpc.protocol.peer import Manifest, TensorEntry  # noqa: E402
 from laminar_hpc.protocol.trajectory import Stop  # noqa: E402
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled  # noqa: E402
+from laminar_hpc.rollout.api import EngineStats, Request  # noqa: E402
 from laminar_hpc.rollout.build import build_engine  # noqa: E402
 from laminar_hpc.rollout.torch_engine import TorchEngine, engine_device  # noqa: E402
 
@@ -30,47 +30,6 @@ def make_engine(saved: Saved, **rollout: Any) -> TorchEngine:
     engine = TorchEngine(saved.config(**rollout))
     engine.load(0, saved.manifest, saved.lease)
     return engine
-
-
-def prompts_of_lengths(*lengths: int) -> list[list[int]]:
-    source = random.Random(5)
-    return [[source.choice([t for t in range(VOCABULARY) if t != END]) for _ in range(length)] for length in lengths]
-
-
-def request(trajectory: int, prompt: list[int], temperature: float, response: list[int] | None = None) -> Request:
-    return Request(trajectory, prompt, response or [], 1000 + trajectory, temperature)
-
-
-def run(engine: TorchEngine, requests: list[Request]) -> dict[int, list[Sampled]]:
-    """What a batch of trajectories becomes, by trajectory."""
-    for each in requests:
-        assert engine.add(each) is None
-    results: dict[int, list[Sampled]] = {each.trajectory: [] for each in requests}
-    while sampled := engine.step():
-        for one in sampled:
-            results[one.trajectory].append(one)
-    return results
-
-
-def tokens(sampled: list[Sampled]) -> list[int]:
-    return [one.token for one in sampled]
-
-
-def generated(saved: Saved, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """The response that transformers generates greedily."""
-    output = saved.model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=END, pad_token_id=END
-    )
-    response: list[int] = output[0, len(prompt) :].tolist()
-    return response
-
-
-def forward_logprobs(saved: Saved, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probabilities of the response tokens by one plain forward pass."""
-    with torch.no_grad():
-        logits = saved.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
-    chosen: list[float] = (logits / temperature).log_softmax(-1)[range(len(response)), response].tolist()
-    return chosen
 
 
 def test_greedy_tokens_are_those_of_generate_with_fewer_slots_than_prompts(saved: Saved) -> None:

@@ -15,21 +15,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
+from batches import forward_logprobs, generated, prompts_of_lengths, request, run, tokens  # noqa: E402
 from saved_models import END, Saved, lent  # noqa: E402
 from vllm_cases import (  # noqa: E402
     LIMITS,
     MODELS,
     digest_of,
-    forward_logprobs,
-    generated,
-    prompts_of_lengths,
     same_until_near_tie,
 )
 
 from laminar_hpc.errors import EngineError  # noqa: E402
 from laminar_hpc.protocol.peer import Manifest, TensorEntry  # noqa: E402
 from laminar_hpc.protocol.trajectory import Stop  # noqa: E402
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled  # noqa: E402
+from laminar_hpc.rollout.api import EngineStats, Request  # noqa: E402
 from laminar_hpc.rollout.build import build_engine  # noqa: E402
 from laminar_hpc.weights.digest import digests_of, image_digest  # noqa: E402
 
@@ -63,25 +61,6 @@ def engine(shared: Any, llama: Saved) -> Any:
         shared.abort(trajectory)
     shared.load(0, llama.manifest, llama.lease)
     return shared
-
-
-def request(trajectory: int, prompt: list[int], temperature: float, response: list[int] | None = None) -> Request:
-    return Request(trajectory, prompt, response or [], 1000 + trajectory, temperature)
-
-
-def run(engine: Any, requests: list[Request]) -> dict[int, list[Sampled]]:
-    """What a batch of trajectories becomes, by trajectory."""
-    for each in requests:
-        assert engine.add(each) is None
-    results: dict[int, list[Sampled]] = {each.trajectory: [] for each in requests}
-    while sampled := engine.step():
-        for one in sampled:
-            results[one.trajectory].append(one)
-    return results
-
-
-def tokens(sampled: list[Sampled]) -> list[int]:
-    return [one.token for one in sampled]
 
 
 def test_greedy_tokens_are_those_of_generate(engine: Any, llama: Saved) -> None:

@@ -13,14 +13,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 
+from batches import forward_logprobs, generated, prompts_of_lengths  # noqa: E402
 from saved_models import Saved  # noqa: E402
 from vllm_cases import (  # noqa: E402
     MODELS,
     EngineProcess,
     digest_of,
-    forward_logprobs,
-    generated,
-    prompts_of_lengths,
     same_until_near_tie,
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from saved_models import END, SIZES, VOCABULARY, Saved  # noqa: E402
+from batches import log_softmax  # noqa: E402
+from saved_models import SIZES, Saved  # noqa: E402
 
 from laminar_hpc.process.worker import Worker, start_forkserver  # noqa: E402
 from laminar_hpc.protocol.peer import (  # noqa: E402
@@ -43,37 +43,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def prompts_of_lengths(*lengths: int) -> list[list[int]]:
-    source = random.Random(5)
-    return [[source.choice([t for t in range(VOCABULARY) if t != END]) for _ in range(length)] for length in lengths]
-
-
 def digest_of(saved: Saved) -> bytes:
     """The digest of the image with the model's weights."""
     return image_digest(range_digests(saved.manifest, 0, saved.manifest.chunks, saved.image))
-
-
-def generated(saved: Saved, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """The response that transformers generates greedily."""
-    output = saved.model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=END, pad_token_id=END
-    )
-    response: list[int] = output[0, len(prompt) :].tolist()
-    return response
-
-
-def log_softmax(saved: Saved, prompt: list[int], response: list[int], temperature: float = 1.0) -> Any:
-    """float32 (len(response), V): the model's log-probabilities where each response token is to come, by one forward pass."""
-    with torch.no_grad():
-        logits = saved.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1)
-
-
-def forward_logprobs(saved: Saved, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probabilities of the response tokens by one plain forward pass."""
-    table = log_softmax(saved, prompt, response, temperature)
-    chosen: list[float] = table[range(len(response)), response].tolist()
-    return chosen
 
 
 def same_until_near_tie(saved: Saved, prompt: list[int], response: list[int], expected: list[int]) -> bool:
