@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from laminar_hpc.errors import ConfigError
@@ -13,6 +14,10 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 Their code in transformers hands keywords through to the attention function, and adds nothing to its scores.
 """
+
+
+POSITIONS = {"llama": 2048, "qwen2": 32_768, "qwen3": 32_768}
+"""How many positions transformers takes a model of each type to have whose config.json does not say."""
 
 
 def read_end_tokens(model_dir: str) -> frozenset[int]:
@@ -44,6 +49,38 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model.path: {path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def read_flag(config: Mapping[str, Any], key: str, where: str) -> bool:
+    """A key of a config.json that is true or false, false where it is not there; ConfigError, begun with `where`, else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{where}: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def read_layer_types(config: Mapping[str, Any], where: str) -> list[str]:
+    """What a config.json says of the kinds of attention, layer by layer; empty where it does not say. ConfigError as above."""
+    value = config.get("layer_types")
+    if value is not None and not (isinstance(value, list) and all(isinstance(kind, str) for kind in value)):
+        raise ConfigError(f"{where}: layer_types must be a list of names, got {value!r}")
+    return value or []
+
+
+def read_positions(config: Mapping[str, Any], where: str) -> int:
+    """How many positions the model of a config.json, of a type of `ARCHITECTURES`, was made for; ConfigError as above."""
+    value = config.get("max_position_embeddings", POSITIONS[config["model_type"]])
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{where}: max_position_embeddings must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def read_rope(config: Mapping[str, Any], where: str) -> tuple[Any, Mapping[str, Any]]:
+    """The type of rotary embedding in a config.json, and its parameters; older files have other names for both."""
+    values = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: rope_parameters must be an object, got {values!r}")
+    return values.get("rope_type", values.get("type", "default")), values
 
 
 def _eos_token_ids(path: str) -> frozenset[int]:

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""At most 11 days: timers of the operating system and of libraries overflow beyond 24."""
 
 
 class Section(BaseModel):
@@ -213,8 +214,8 @@ class Batch(Section):
     minibatches: Positive = 1
     """Optimizer steps of one step; each takes a share of the groups."""
     dynamic_sampling: bool | None = None
-    """Discard groups whose responses all have the same reward, and draw others, as in DAPO (not set: where trainer.loss is
-    'dapo')."""
+    """Discard groups whose responses all have the same reward, before the penalty of `task.overlong_tokens`, and draw others,
+    as in DAPO (not set: where trainer.loss is 'dapo')."""
 
     @model_validator(mode="after")
     def _check(self) -> Batch:
@@ -232,7 +233,7 @@ class Control(Section):
     """A row of policy/modes.py."""
     steps: Positive = 100
     """Training steps of the whole run."""
-    ahead: Annotated[float, Field(ge=0)] = 1.0
+    ahead: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Prompts are handed out while those in flight and in the buffer are at most (1 + ahead) steps' worth (mode laminar)."""
     sampler: Literal["fifo"] = "fifo"
     """Which finished groups a step takes first."""

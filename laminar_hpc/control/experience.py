@@ -2,8 +2,9 @@
 
 A training group is complete when none of its trajectories is generated any more. One whose grading failed has been dropped
 by then; with at least two left the group goes into the buffer, otherwise it is discarded and makes room for a replacement.
-With dynamic sampling a group whose rewards are all equal is discarded too: its advantages are 0, and it would take the place
-of one that trains (DAPO, arXiv 2503.14476, section 3.2).
+With dynamic sampling a group whose scores are all equal is discarded too, whatever its members' lengths: it cannot teach
+which answers are right, and would take the place of one that can. Where a score says right or wrong, that is DAPO's
+condition, an accuracy other than 0 and 1 (arXiv 2503.14476, section 3.2 and equation 11).
 A step begins when the trainers have nothing to do, the version of the step before is published, and the buffer has enough
 groups; its groups are taken then, and consumed when it is done.
 """
@@ -66,10 +67,10 @@ class Experience:
             needed = f"at least {SMALLEST_GROUP} needed"
             return self._replace(group, f"{graded} of {state.settings.group_size} responses graded, {needed}", now)
         self.fruitless_groups = 0
-        rewards = [state.pool.trajectories[id].reward for id in group.members]
-        if state.settings.dynamic_sampling and min(rewards) == max(rewards):
+        scores = [state.pool.trajectories[id].score for id in group.members]
+        if state.settings.dynamic_sampling and min(scores) == max(scores):
             self.uniform_groups += 1
-            return self._replace(group, f"all {graded} graded responses have the reward {rewards[0]:g}", now)
+            return self._replace(group, f"all {graded} graded responses have the reward {scores[0]:g}", now)
         self.uniform_groups = 0
         newest = state.versions.newest_published
         assert group.version is not None, f"group {group.id} has finished under no version"

@@ -28,7 +28,10 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, eq=False):
-    """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner."""
+    """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner.
+
+    `score` is the reward without a penalty for length.
+    """
 
     id: int
     group: int
@@ -46,6 +49,7 @@ class Trajectory(msgspec.Struct, eq=False):
     stop: Stop | None = None
     verdict: Verdict | None = None
     reward: float = 0.0
+    score: float = 0.0
     finished_s: float | None = None
     staleness_finish: int | None = None
 
@@ -132,6 +136,7 @@ class TrajectoryPool:
         trajectory.stop = event.stop
         trajectory.verdict = event.verdict
         trajectory.reward = event.reward if event.verdict is Verdict.GRADED else 0.0
+        trajectory.score = trajectory.reward if event.score is None else event.score
         trajectory.finished_s = now
         trajectory.staleness_finish = staleness
 

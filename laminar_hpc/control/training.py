@@ -20,6 +20,9 @@ from laminar_hpc.policy.balance import balance
 from laminar_hpc.protocol.commands import ReportStep, Sample, Train
 from laminar_hpc.protocol.events import Trained
 
+OF_A_STEP = ("loss", "grad_norm", "learning_rate", "skipped")
+"""Metrics of an optimizer step, which count the same for each of them; others are measured on tokens."""
+
 
 class BatchGroup(msgspec.Struct, frozen=True):
     """A group in a batch, with its trajectories and its staleness when the batch formed."""
@@ -97,6 +100,11 @@ def _report(step: Step, now: float) -> ReportStep:
     finish = [one.staleness_finish for one in members if one.staleness_finish is not None]
     consumption = [item.staleness for item in step.groups for _ in item.trajectories]
     reports = [done[0] for done in step.done]
+    share = len(step.groups) // len(reports)
+    tokens = [
+        sum(one.tokens for item in step.groups[place * share : (place + 1) * share] for one in item.trajectories)
+        for place in range(len(reports))
+    ]
     return ReportStep(
         f"all mini-batches of step {step.number} are done",
         step=step.number,
@@ -113,14 +121,33 @@ def _report(step: Step, now: float) -> ReportStep:
         staleness_finish_max=max(finish),
         staleness_consumption_mean=sum(consumption) / len(consumption),
         staleness_consumption_max=max(consumption),
-        metrics=_average([report.metrics for report in reports]),
+        metrics=step_metrics([report.metrics for report in reports], tokens),
     )
 
 
-def _average(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the mini-batches that report it."""
-    values: dict[str, list[float]] = {}
-    for one in metrics:
-        for name, value in one.items():
-            values.setdefault(name, []).append(value)
-    return {name: math.fsum(each) / len(each) for name, each in values.items()}
+def step_metrics(metrics: list[dict[str, float]], tokens: list[int]) -> dict[str, float]:
+    """Metrics of a step from those of its mini-batches, each over the mini-batches that report it.
+
+    What ends in _max is a maximum, what ends in _tokens a sum, and all else a mean: over optimizer steps (`OF_A_STEP`), over
+    the tokens that `mismatch_tokens` counts (mismatch_*), or over the trained tokens, `tokens` in each mini-batch.
+    """
+    names = dict.fromkeys(name for one in metrics for name in one)
+    found = {}
+    for name in names:
+        reported = [place for place, one in enumerate(metrics) if name in one]
+        values = [metrics[place][name] for place in reported]
+        if name.endswith("_max"):
+            found[name] = max(values)
+        elif name.endswith("_tokens"):
+            found[name] = math.fsum(values)
+        else:
+            weights = [_weight(name, metrics[place], tokens[place]) for place in reported]
+            total = math.fsum(value * weight for value, weight in zip(values, weights, strict=True))
+            found[name] = total / (math.fsum(weights) or 1.0)
+    return found
+
+
+def _weight(name: str, metrics: dict[str, float], tokens: int) -> float:
+    if name in OF_A_STEP:
+        return 1.0
+    return metrics["mismatch_tokens"] if name.startswith("mismatch_") else float(tokens)

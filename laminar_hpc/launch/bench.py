@@ -40,6 +40,7 @@ from laminar_hpc.protocol.peer import (
 )
 from laminar_hpc.protocol.trajectory import Block, Purpose, Source, TrajectorySpec
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.trainer.architecture import read_architecture
 from laminar_hpc.weights.image import Image
 
 ROUNDS = 5
@@ -248,7 +249,7 @@ def _generate(side: _Side, config: Config, prompts: list[bytes]) -> Round:
 
 
 def _train(side: _Side, config: Config, step: int) -> Round:
-    message = _mini_batch(config, step)
+    message = random_mini_batch(config, step)
     began_s = time.perf_counter()
     side.send(message)
     _expect(side.receive(config.job.stall_timeout_s, "train"), TrainedOn)
@@ -263,16 +264,19 @@ def _bare_megatron(channel: Channel) -> None:
     main(channel)
 
 
-def _mini_batch(config: Config, step: int) -> TrainOn:
-    """A step's trajectories of random tokens, the same for both sides."""
+def random_mini_batch(config: Config, step: int) -> TrainOn:
+    """A step's trajectories of random tokens of the model's vocabulary, the same for both sides."""
     random = np.random.default_rng(step)
     size, limits = config.batch.group_size, config.rollout
+    vocabulary = read_architecture(config.model.path).shape.vocabulary
     numbers = list(range(config.batch.prompts * size))
     blocks = []
     for number in numbers:
-        prompt = int(random.integers(limits.max_prompt_tokens // 2, limits.max_prompt_tokens + 1))
-        response = int(random.integers(limits.max_response_tokens // 2, limits.max_response_tokens + 1))
-        tokens = random.integers(0, 256, size=prompt + response, dtype=np.int32).astype("<i4")
+        prompt, response = (
+            int(random.integers(max(1, longest // 2), longest + 1))
+            for longest in (limits.max_prompt_tokens, limits.max_response_tokens)
+        )
+        tokens = random.integers(0, vocabulary, size=prompt + response, dtype=np.int32).astype("<i4")
         logprobs = -random.random(response, dtype=np.float32).astype("<f4")
         blocks.append(
             [

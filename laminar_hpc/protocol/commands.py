@@ -134,7 +134,7 @@ class Settle(Command, frozen=True):
 
 
 class ReportStep(Command, frozen=True, kw_only=True):
-    """A step is done. `metrics` are the mini-batches' metrics, averaged; `train_s` is the sum of their times."""
+    """A step is done. `metrics` are those of its mini-batches together; `train_s` is the sum of their times."""
 
     step: int
     version: int

@@ -99,7 +99,7 @@ class Finished(RankEvent, frozen=True):
     """A trajectory has ended and was graded; its payload is complete in the store.
 
     `version` is that of the weights which generated it; `reward` counts only where `verdict` is GRADED. `stop` is None
-    where nothing was generated (NO_PROMPT).
+    where nothing was generated (NO_PROMPT). `score` is the reward without a penalty for length (None: there is none).
     """
 
     trajectory: int
@@ -109,6 +109,7 @@ class Finished(RankEvent, frozen=True):
     stop: Stop | None
     verdict: Verdict
     reward: float
+    score: float | None = None
 
 
 class WentToTool(RankEvent, frozen=True):

@@ -251,12 +251,16 @@ class Grade(Message, frozen=True):
 
 
 class Graded(Message, frozen=True):
-    """The reward. `error` is "" or the one-line reason why there is none, `late` whether that is the deadline."""
+    """The reward. `error` is "" or the one-line reason why there is none, `late` whether that is the deadline.
+
+    `score` is what the task gave for the answer itself, before a penalty for length (None: there is none, it is the reward).
+    """
 
     trajectory: int
     reward: float
     error: str
     late: bool = False
+    score: float | None = None
 
 
 # --- a trainer's driver <-> its worker ------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ TABLES: dict[str, Table] = {
             "step_metrics",
             ("manager",),
             "Metrics of a step that have no column in `steps`",
-            (_STEP, _text("name", 48, "the metric"), _real("value", "1", "its mean over the mini-batches")),
+            (_STEP, _text("name", 48, "the metric"), _real("value", "1", "its value over the step")),
         ),
         Table(
             "evaluations",

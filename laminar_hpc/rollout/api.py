@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -83,6 +83,13 @@ class Engine(Protocol):
 
         Each array is good until the next one is asked for.
         """
+
+
+def stop_of(response: Sequence[int], ends: Collection[int], limit: int) -> Stop | None:
+    """Why a response has ended, if it has: its last token is one of the model's `ends`, or it has `limit` tokens."""
+    if response and response[-1] in ends:
+        return Stop.END_TOKEN
+    return Stop.LENGTH if len(response) >= limit else None
 
 
 def check_request(who: str, request: Request, limits: Rollout, vocabulary: int) -> None:

@@ -10,6 +10,9 @@ from laminar_hpc.rollout.api import Engine
 def build_engine(config: Config, device: int = 0) -> Engine:
     """The engine that `rollout.engine` names, without weights, for the rollout with index `device` on its node."""
     if config.rollout.engine == "torch":
+        from laminar_hpc.rollout.torch_setup import check_torch
+
+        check_torch(config)
         from laminar_hpc.rollout.torch_engine import TorchEngine
 
         return TorchEngine(config, device)

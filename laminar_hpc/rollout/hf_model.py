@@ -10,41 +10,25 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from laminar_hpc.config.model_files import ARCHITECTURES
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, EngineError
 from laminar_hpc.protocol.peer import Manifest, TensorEntry
 from laminar_hpc.rollout.kv_cache import ATTENTION
 
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
 
 def build_model(config: Config, device: str) -> Any:
     """The model that config.json in `config.model.path` describes, on `device`; its weights have no meaning yet.
 
-    ConfigError where the directory holds no model, or one that the engine cannot run.
+    ConfigError where the directory holds none. It is one that `check_torch` lets in.
     """
     path = config.model.path
     try:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path} has no readable config.json: {error}") from error
-    if hf_config.model_type not in ARCHITECTURES:
-        allowed = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"model.path: {path} is of type {hf_config.model_type}; the torch engine runs {allowed}")
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or []):
-        raise ConfigError(f"model.path: {path} uses sliding-window attention, which the torch engine does not")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > hf_config.max_position_embeddings:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens is {longest}; "
-            f"the model in {path} has {hf_config.max_position_embeddings} positions"
-        )
     dtype = getattr(torch, config.model.dtype)
     from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
     model = from_config(hf_config, dtype=dtype, attn_implementation=ATTENTION)
-    if model.base_model.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE:
-        raise ConfigError(f"model.path: {path} has rotary embeddings that change with the longest sequence of a batch")
     return model.requires_grad_(False).eval().to(device)
 
 

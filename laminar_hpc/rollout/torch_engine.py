@@ -23,7 +23,7 @@ from laminar_hpc.errors import EngineError
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request
+from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request, stop_of
 from laminar_hpc.rollout.hf_model import build_model, fill, stored
 from laminar_hpc.rollout.kv_cache import Decode, KVCache, Prefill, Rows
 from laminar_hpc.rollout.sampling import sample, signed
@@ -97,7 +97,7 @@ class TorchEngine:
         if request.trajectory in self._trajectories:
             raise EngineError(f"{who} is in the engine already")
         check_request(who, request, self._limits, self._model.config.vocab_size)
-        stop = self._stop(request.response[-1], len(request.response)) if request.response else None
+        stop = self._stop_of(request.response)
         if stop is None:
             self._waiting.append(_Row(request))
             self._trajectories.add(request.trajectory)
@@ -210,14 +210,11 @@ class TorchEngine:
         sampled = []
         for row, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             row.response.append(token)
-            sampled.append(Sampled(row.request.trajectory, token, logprob, self._stop(token, len(row.response))))
+            sampled.append(Sampled(row.request.trajectory, token, logprob, self._stop_of(row.response)))
         return sampled
 
-    def _stop(self, newest: int, length: int) -> Stop | None:
-        """Why a response of `length` tokens with this last one has ended, if it has."""
-        if newest in self._stop_tokens:
-            return Stop.END_TOKEN
-        return Stop.LENGTH if length >= self._limits.max_response_tokens else None
+    def _stop_of(self, response: list[int]) -> Stop | None:
+        return stop_of(response, self._stop_tokens, self._limits.max_response_tokens)
 
     def _leave(self, indices: list[int]) -> None:
         """Take these rows out, and move the last ones into the gaps."""

@@ -27,7 +27,7 @@ from laminar_hpc.policy.keyed import stable_hash
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
-from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request
+from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request, stop_of
 from laminar_hpc.rollout.vllm_setup import (
     BACKEND,
     engine_arguments,
@@ -118,7 +118,7 @@ class VllmEngine:
         if request.trajectory in self._trajectories:
             raise EngineError(f"{who} is in the engine already")
         check_request(who, request, self._limits, self._vocabulary)
-        stop = self._stop_of(request.response)
+        stop = stop_of(request.response, self._ends, self._limits.max_response_tokens)
         if stop is None:
             self._added += 1
             trajectory = _Trajectory(request, f"{request.trajectory}-{self._added}")
@@ -128,12 +128,6 @@ class VllmEngine:
                 )
             self._trajectories[request.trajectory] = self._by_key[trajectory.key] = trajectory
         return stop
-
-    def _stop_of(self, response: list[int]) -> Stop | None:
-        """Why this response has ended, if it has."""
-        if response and response[-1] in self._ends:
-            return Stop.END_TOKEN
-        return Stop.LENGTH if len(response) >= self._limits.max_response_tokens else None
 
     def _parameters(self, request: Request) -> SamplingParams:
         return SamplingParams(

@@ -6,6 +6,7 @@ import importlib.util
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
 from laminar_hpc.runtime.paths import check_new_run_dir
 from laminar_hpc.tasks.build import check_task
@@ -31,5 +32,6 @@ def check_parts(config: Config) -> None:
             )
     check_model_directory(config.model.path)
     check_megatron(config)
+    check_torch(config)
     check_vllm(config)
     check_task(config)

@@ -313,9 +313,9 @@ class RolloutLoop:
                 self._finish(trajectory, Verdict.NO_PROMPT, 0.0)
         else:
             assert outcome.verdict is not None
-            self._finish(outcome.trajectory, outcome.verdict, outcome.reward)
+            self._finish(outcome.trajectory, outcome.verdict, outcome.reward, outcome.score)
 
-    def _finish(self, trajectory: int, verdict: Verdict, reward: float) -> None:
+    def _finish(self, trajectory: int, verdict: Verdict, reward: float, score: float | None = None) -> None:
         active = self._active.pop(trajectory)
         self._rank.tell_manager(
             Finished(
@@ -328,6 +328,7 @@ class RolloutLoop:
                 stop=active.stop,
                 verdict=verdict,
                 reward=reward,
+                score=score,
             )
         )
 

@@ -11,9 +11,11 @@ OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
 
 _LONGEST_NUMBER = 1000
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_NUMBER = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+NUMBER = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+"""The pattern of a number without its sign: 12, 1,234.5, .5, 1e-3."""
+
 _SIGN = r"(?:(?<![\w)\]])[-+\u2212])?"  # after a word or a bracket it is an operator
-_NUMBERS = re.compile(rf"(?P<sign>{_SIGN})(?P<numerator>{_NUMBER})(?:/(?P<denominator>{_NUMBER}))?")
+_NUMBERS = re.compile(rf"(?P<sign>{_SIGN})(?P<numerator>{NUMBER})(?:/(?P<denominator>{NUMBER}))?")
 
 Verifier = Callable[[str, str, bool], bool]
 """Of a response, the expected answer, and whether only an answer between tags counts: whether the response is right."""

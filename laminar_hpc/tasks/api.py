@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from laminar_hpc.protocol.trajectory import Purpose
 
 Quote = Callable[[str], str]
-"""Marks a data set's text, so that what looks like a special token in it is encoded as the text that it is."""
+"""Marks a data set's text, so that what looks like a control token in it is encoded as the text that it is."""
 
 
 def unquoted(text: str) -> str:

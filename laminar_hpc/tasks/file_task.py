@@ -8,13 +8,13 @@ from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.answers import OPEN_TAG, VERIFIERS, Verifier, as_response
 from laminar_hpc.tasks.api import Quote, unquoted
 from laminar_hpc.tasks.prompts import PromptText
-from laminar_hpc.tasks.table import Row, read_rows
+from laminar_hpc.tasks.table import Prompt, Row, read_rows
 
 
 class FileTask:
-    """Training prompts are the file's rows; held-out ones are those of the other file, or the last rows of this one.
+    """Training prompts are the file's rows, each once; held-out ones those of the other file, or the last ones of this one.
 
-    A row whose prompt is also a held-out prompt is left out of training.
+    No held-out prompt is there twice, and a row whose prompt is also a held-out prompt is left out of training.
     """
 
     def __init__(self, config: Config) -> None:
@@ -75,22 +75,31 @@ def _split(config: Config) -> tuple[list[Row], list[Row]]:
     if not wanted:
         return training, []
     if task.held_out_path:
-        held_out = read_rows(task, task.held_out_path, "task.held_out_path")
+        held_out = _one_of_each_prompt(read_rows(task, task.held_out_path, "task.held_out_path"))
         if len(held_out) < wanted:
             raise ConfigError(
-                f"task.held_out_path: {task.held_out_path} has {len(held_out)} rows; "
+                f"task.held_out_path: {task.held_out_path} has {len(held_out)} different prompts; "
                 f"evaluation.prompts = {wanted} must be at most that"
             )
         held_out = held_out[:wanted]
     else:
-        if len(training) <= wanted:
+        held_out = _one_of_each_prompt(training)
+        if len(held_out) <= wanted:
             raise ConfigError(
-                f"task.path: {task.path} has {len(training)} rows, of which evaluation.prompts = {wanted} are held out "
-                f"and none is left to train on; lower evaluation.prompts or set task.held_out_path"
+                f"task.path: {task.path} has {len(held_out)} different prompts, of which evaluation.prompts = {wanted} are "
+                f"held out and none is left to train on; lower evaluation.prompts or set task.held_out_path"
             )
-        training, held_out = training[:-wanted], training[-wanted:]
+        held_out = held_out[-wanted:]
     reserved = {row.prompt for row in held_out}
     kept = [row for row in training if row.prompt not in reserved]
     if not kept:
         raise ConfigError(f"task.path: {task.path}: every prompt is also a held-out prompt, none is left to train on")
     return kept, held_out
+
+
+def _one_of_each_prompt(rows: list[Row]) -> list[Row]:
+    """The first row of each prompt, in order."""
+    first: dict[Prompt, Row] = {}
+    for row in rows:
+        first.setdefault(row.prompt, row)
+    return list(first.values())

@@ -1,8 +1,8 @@
 """A rollout driver's side of its task worker: prompts and rewards, each within a bound, whatever the worker does.
 
-Requests go out in order and are answered in order, so the first one that is unanswered is the one the worker is at. A
-few are sent ahead, so that the worker does not wait for its driver; no more than the pipe holds, so that the driver
-never waits for a worker that hangs. The clock of a request starts when the one before it is answered.
+Requests go out in order and are answered in order. A few are sent ahead, so that nobody waits for the driver; no more
+than the pipe holds, so that the driver never waits for a worker that hangs. The clock of a request starts when the one
+before it is answered.
 
     request                      what becomes of it
     a verifier raises            RAISED, says the worker
@@ -10,8 +10,9 @@ never waits for a worker that hangs. The clock of a request starts when the one 
     no prompt can be made        NO_PROMPT, says the worker
 
     worker                       what happens
-    dies, or says nothing at     started again; a grade that it was at is RAISED or DEADLINE, anything else is sent again
-    all for longer than that     and counted: too often in a row is an EngineError
+    dies, or says nothing at     started again. One grade that was asked of it is RAISED or DEADLINE. Several are sent again,
+    all for longer than that     one at a time, since it may have come further than it could say. Whatever is sent again is
+                                 counted: too often in a row is an EngineError
     does not come up in time,    EngineError
     or cannot go on
 
@@ -49,7 +50,7 @@ _AHEAD_BYTES = 1 << 15
 class Outcome(msgspec.Struct, frozen=True):
     """An answered request: a prompt's `tokens` (int32 bytes), or a grade's `verdict`.
 
-    `reward` counts only where the verdict is GRADED; `reason` is one line where it is another.
+    `reward` and `score` (as in `Graded`) count only where the verdict is GRADED; `reason` is one line where it is another.
     """
 
     trajectory: int
@@ -57,6 +58,7 @@ class Outcome(msgspec.Struct, frozen=True):
     verdict: Verdict | None = None
     reward: float = 0.0
     reason: str = ""
+    score: float | None = None
 
 
 class _Request:
@@ -65,6 +67,7 @@ class _Request:
     def __init__(self, message: EncodePrompt | Grade) -> None:
         self.message = message
         self.wanted = True
+        self.suspected = False  # it may have cost a worker
 
     @property
     def is_grade(self) -> bool:
@@ -172,7 +175,9 @@ class Grader:
             case PromptEncoded():
                 outcome = Outcome(message.trajectory, verdict=Verdict.NO_PROMPT, reason=message.error)
             case Graded(error=""):
-                outcome = Outcome(message.trajectory, verdict=Verdict.GRADED, reward=message.reward)
+                outcome = Outcome(
+                    message.trajectory, verdict=Verdict.GRADED, reward=message.reward, score=message.score
+                )
             case Graded():
                 verdict = Verdict.DEADLINE if message.late else Verdict.RAISED
                 outcome = Outcome(message.trajectory, verdict=verdict, reason=message.error)
@@ -202,7 +207,7 @@ class Grader:
         return self._after_loss(now, Verdict.DEADLINE, f"said nothing for {self._bound_s():g} s")
 
     def _after_loss(self, now: float, verdict: Verdict, what: str) -> list[Outcome]:
-        if self.up is not None and self._sent and self._sent[0].is_grade:
+        if self.up is not None and len(self._sent) == 1 and self._sent[0].is_grade:
             reason = f"the task worker {what} while grading"
             return self._replace(now, Outcome(self._sent[0].message.trajectory, verdict=verdict, reason=reason))
         self._deaths += 1
@@ -216,6 +221,8 @@ class Grader:
         assert self._worker is not None
         self._worker.kill()
         outcomes = self._close_first(outcome) if outcome is not None else []
+        for request in self._sent:
+            request.suspected = True
         self._queue.extendleft(request for request in reversed(self._sent) if request.wanted)
         self._sent.clear()
         self.restarts += 1
@@ -241,5 +248,9 @@ class Grader:
                 return  # the next poll finds out
 
     def _has_room(self) -> bool:
-        ahead_bytes = sum(request.response_bytes for request in self._sent) + self._queue[0].response_bytes
-        return not self._sent or (len(self._sent) < _AHEAD and ahead_bytes <= _AHEAD_BYTES)
+        together = [*self._sent, self._queue[0]]
+        if len(together) == 1:
+            return True
+        if len(together) > _AHEAD or any(request.suspected for request in together):
+            return False
+        return sum(request.response_bytes for request in together) <= _AHEAD_BYTES

@@ -45,12 +45,13 @@ class RequestHandler:
         """The task's reward, and for training what a response that is nearly too long is punished with."""
         purpose = Purpose(request.purpose)
         tokens = np.frombuffer(request.response, "<i4").tolist()
-        reward = float(self._task.grade(purpose, request.prompt, self._tokenizer.decode(tokens)))
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}")
+        score = float(self._task.grade(purpose, request.prompt, self._tokenizer.decode(tokens)))
+        if not math.isfinite(score):
+            raise ValueError(f"the reward is {score}")
+        penalty = 0.0
         if purpose is Purpose.TRAIN:
-            reward += overlong_penalty(len(tokens), self._max_response_tokens, self._overlong_tokens)
-        return Graded(request.trajectory, reward, "")
+            penalty = overlong_penalty(len(tokens), self._max_response_tokens, self._overlong_tokens)
+        return Graded(request.trajectory, score + penalty, "", score=score if penalty else None)
 
 
 def no_answer(request: Request, reason: str, late: bool = False) -> Answer:

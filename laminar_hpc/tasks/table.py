@@ -33,26 +33,27 @@ class Row(NamedTuple):
 
 
 def read_rows(task: TaskConfig, path: str, key: str) -> list[Row]:
-    """The rows of the file at `path`, which the setting `key` names, in the format that `task.name` says.
+    """The rows of the file at `path`, which the setting `key` names, in the format that `task.name` says, each once.
 
     ConfigError, one line with FILE:ROW (from 1) and what is allowed, for the first row that is wrong.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
         raise ConfigError(f"{key}: {path}: cannot be read: it is no regular file")
-    shared: dict[Row, Row] = {}  # DAPO-Math-17k as published has each of its rows a hundred times
-    rows = []
+    rows: dict[Row, None] = {}  # DAPO-Math-17k as published has each of its rows a hundred times
     try:
         for place, columns in _open(task, path):
             row = Row(
                 _prompt(find_column(columns, task.prompt_column, "task.prompt_column", place), task, place),
                 _answer(find_column(columns, task.answer_column, "task.answer_column", place), task, place),
             )
-            rows.append(shared.setdefault(row, row))
+            rows[row] = None
+    except MemoryError as error:
+        raise ConfigError(f"{key}: {path}: its rows do not fit into memory") from error
     except OSError as error:
         raise ConfigError(f"{key}: {path}: cannot be read: {error.strerror or error}") from error
     if not rows:
         raise ConfigError(f"{key}: {path}: is empty; it needs rows with a prompt and an answer")
-    return rows
+    return list(rows)
 
 
 def find_column(columns: dict[str, Any], name: str, key: str, place: str) -> Any:

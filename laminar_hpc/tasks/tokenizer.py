@@ -1,4 +1,13 @@
-"""Text to tokens and back, from the files in a model directory, without torch or transformers."""
+"""Text to tokens and back, from the files in a model directory, without torch or transformers.
+
+Some of a tokenizer's added tokens are *control tokens*, which text from a data set must not become: those that are flagged
+special, and those between bars, <|...|> (the bars may be full-width), flagged or not. The models that DeepSeek has
+distilled from R1 into Llama and Qwen open turns with User and Assistant between such bars, and flag neither.
+
+All other added tokens are encoded as tokens wherever they stand, as transformers does: <think>, <tool_call>, runs of spaces,
+HTML tags. They open no turn and end none, and models have learned them as a part of what messages say. Some chat templates
+look for them in there (Qwen3's cuts earlier answers at </think>), and would take marks around them for text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +21,9 @@ from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks.api import Task
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around a special token that is to be encoded as text. Unicode keeps these two out of all text on purpose."""
+"""Around a control token that is to be encoded as text. Unicode keeps these two out of all text on purpose."""
+
+_IN_BARS = re.compile("<([|\uff5c]).+\\1>", re.DOTALL)
 
 _QUOTED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 
@@ -33,17 +44,20 @@ class Tokenizer:
             raise ConfigError(f"model.path: {path}: not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        added = [token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content]
+        unflagged = [token.content for token in added if not token.special and _IN_BARS.fullmatch(token.content)]
+        self._tokenizer.add_special_tokens(unflagged)
+        control = unflagged + [token.content for token in added if token.special]
+        longest_first = sorted(control, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def quote(self, text: str) -> str:
-        """`text` with marks around what is a special token, so that `encode` takes it as the text that it is."""
+        """`text` with marks around what is a control token, so that `encode` takes it as the text that it is."""
         text = text.replace(_OPEN, "\ufffd").replace(_CLOSE, "\ufffd")
-        return self._special.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", text) if self._special else text
+        return self._control.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", text) if self._control else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of `text`; special tokens in it become their ids, except where `quote` has marked them.
+        """The tokens of `text`; added tokens in it become their ids, except where `quote` has marked them.
 
         `add_special_tokens`: with those that the tokenizer's own post-processor adds, if any.
         """
@@ -59,7 +73,7 @@ class Tokenizer:
         return list(self._tokenizer.post_process(whole, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of these tokens, special tokens left out."""
+        """The text of these tokens, control tokens left out."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 

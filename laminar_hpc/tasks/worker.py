@@ -2,21 +2,23 @@
 
 Data sets and verifiers are code that is not ours, fed with text that nobody has read. What they print goes to the worker's
 log; what they raise goes into the answer; what they take of the memory ends at a limit; and where they do not come back,
-or end their process, the child is lost, and nothing else.
+or end their process, the child is lost, and nothing else. What they have started ends with the child or with the worker.
 """
 
 from __future__ import annotations
 
 import resource
+import time
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.process.channel import Channel
+from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.peer import EncodePrompt, Grade, Shutdown, StartTask, TaskUp
 from laminar_hpc.tasks.api import Task
 from laminar_hpc.tasks.build import build_task
 from laminar_hpc.tasks.child import Child
 from laminar_hpc.tasks.grading import RequestHandler
+from laminar_hpc.tasks.guard import end_children, fork_guard
 from laminar_hpc.tasks.tokenizer import Tokenizer
 
 MEMORY_LIMIT_BYTES = 4 << 30
@@ -46,17 +48,29 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def serve(channel: Channel, config: Config, task: Task) -> None:
-    """Report the task as up, then answer requests in order."""
+    """Report the task as up, then answer requests in order, until the driver asks for the end or is gone."""
     handler = RequestHandler(config, Tokenizer(config.model.path), task)
-    child = Child(handler.answer, channel)
-    channel.send(TaskUp(prompts=task.prompts, held_out=task.held_out))
-    while True:
-        message = channel.receive(None)
-        if isinstance(message, EncodePrompt):
-            channel.send(child.ask(message, config.job.start_timeout_s))
-        elif isinstance(message, Grade):
-            channel.send(child.ask(message, config.task.deadline_s))
-        elif isinstance(message, Shutdown):
-            return
-        else:
-            raise ProtocolError(f"task worker: cannot answer {type(message).__name__}")
+    worker = fork_guard()
+    if worker is None:
+        return
+    try:
+        channel.send(TaskUp(prompts=task.prompts, held_out=task.held_out))
+        _answer(channel, worker, config, Child(handler.answer, [channel, worker]))
+    finally:
+        end_children()
+
+
+def _answer(channel: Channel, worker: Channel, config: Config, child: Child) -> None:
+    """The guard's loop. How far ahead requests come is the driver's business; all go on to the child at once."""
+    while worker not in wait_any([channel, worker, *child.channels()], child.left_s(time.monotonic())):
+        while (message := channel.receive()) is not None:
+            if isinstance(message, EncodePrompt):
+                child.ask(message, config.job.start_timeout_s)
+            elif isinstance(message, Grade):
+                child.ask(message, config.task.deadline_s)
+            elif isinstance(message, Shutdown):
+                return
+            else:
+                raise ProtocolError(f"task worker: cannot answer {type(message).__name__}")
+        for answer in child.poll():
+            channel.send(answer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from laminar_hpc.config.model_files import read_json
+from laminar_hpc.config.model_files import read_flag, read_json, read_layer_types, read_positions, read_rope
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.hf import tensor_files
@@ -81,12 +81,12 @@ def architecture(config: Mapping[str, Any], where: str) -> Architecture:
         head_size=_size(config, "head_dim", where, HEAD_SIZES.get(kind, hidden // heads)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=read_flag(config, "tie_word_embeddings", where),
     )
     base, factor, llama3 = _rope(config, where)
     return Architecture(
         shape=shape,
-        positions=_size(config, "max_position_embeddings", where, 32_768),
+        positions=read_positions(config, where),
         norm_epsilon=_number(config, "rms_norm_eps", where, 1e-6),
         rope_base=base,
         rope_factor=factor,
@@ -121,17 +121,14 @@ def _refuse_variants(config: Mapping[str, Any], where: str) -> None:
         value = config.get(key)
         if value is not None and value != allowed:
             raise ConfigError(f"{where}: {key} must be {allowed!r} for the megatron trainer, got {value!r}")
-    if "sliding_attention" in (config.get("layer_types") or []):
+    if "sliding_attention" in read_layer_types(config, where):
         raise ConfigError(f"{where}: layer_types must be all full_attention for the megatron trainer")
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float, Llama3Scaling | None]:
     """Base of the rotary embedding, factor of all positions, and scaling by frequency."""
-    values: Any = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: rope_parameters must be an object, got {values!r}")
+    kind, values = read_rope(config, where)
     base = _number(values, "rope_theta", where, _number(config, "rope_theta", where, 10_000.0))
-    kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return base, 1.0, None
     if kind == "linear":

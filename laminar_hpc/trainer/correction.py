@@ -27,6 +27,24 @@ class Importance(msgspec.Struct, frozen=True):
     truncated: Tensor
 
 
+LARGEST_EXPONENT = 20.0
+"""Of a ratio: e^20 is far beyond every bound that means something. exp overflows float32 from 88.7 on, and an infinity in
+the forward pass is NaN in the gradient wherever it is multiplied by 0: by an advantage of 0, or behind a clip."""
+
+
+def held(difference: Tensor) -> Tensor:
+    """A difference of log-probabilities (N,), at most `LARGEST_EXPONENT`; no gradient goes through what is held there.
+
+    Not by clamp, which has no gradient for what is no number either: a step on it must be skipped, and look like that.
+    """
+    return torch.minimum(difference, difference.new_full((), LARGEST_EXPONENT))
+
+
+def ratio_of(difference: Tensor) -> Tensor:
+    """exp(difference) of log-probabilities (N,), at most e^20."""
+    return torch.exp(held(difference))
+
+
 Weigh = Callable[[Tensor, Tensor, schema.Trainer], Importance]
 """From proximal minus behaviour log-probabilities (N,), the sequence of each token (N,) and the config."""
 
@@ -34,32 +52,35 @@ Weigh = Callable[[Tensor, Tensor, schema.Trainer], Importance]
 def truncated_token(difference: Tensor, _sequence: Tensor, config: schema.Trainer) -> Importance:
     """Each token's weight is min(pi_proximal / pi_behaviour, cap).
 
-    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (truncated
-    importance sampling, TIS), with the cap C = 2 as in their runs.
+    Source: Yao, Liu et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+    (fengyao.notion.site/off-policy-rl): truncated importance sampling, TIS, with the cap C = 2 as in their runs.
     """
-    return _truncate(torch.exp(difference), config.correction_cap)
+    return _truncate(ratio_of(difference), config.correction_cap)
 
 
 def truncated_sequence(difference: Tensor, sequence: Tensor, config: schema.Trainer) -> Importance:
     """Every token's weight is min(product over its sequence's trained tokens of pi_proximal / pi_behaviour, cap).
 
     The product is the ratio that importance sampling of whole responses asks for; tokens' ratios leave out how likely the
-    text before them is. Source: as `truncated_token`; for whole sequences Liu, Li et al. 2025, "When Speed Kills
-    Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (sequence-level TIS).
+    text before them is. Source: as `truncated_token`; for whole sequences Liu, Li, Fu, Wang, Liu and Shen 2025, "When
+    Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (richardli.xyz/rl-collapse), where
+    it is the sequence-level TIS.
     """
     sequences = int(sequence.max()) + 1 if len(sequence) else 0
     sums = torch.zeros(sequences, dtype=torch.float64, device=difference.device)
     sums.index_add_(0, sequence, difference.double())
-    return _truncate(torch.exp(sums)[sequence].to(difference.dtype), config.correction_cap)
+    return _truncate(ratio_of(sums)[sequence].to(difference.dtype), config.correction_cap)
 
 
 def masked_outside(difference: Tensor, _sequence: Tensor, config: schema.Trainer) -> Importance:
     """Each token's weight is k = pi_proximal / pi_behaviour where low <= k <= high, else 0.
 
-    Source: IcePop, in Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking
-    Model" (Ring-1T, arXiv 2510.18855), with low 0.5 and high 5.
+    Source: IcePop, by Zhao, Liu, Xu, Guo et al. 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with
+    IcePop!" (ringtech.notion.site/icepop), and Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for
+    Trillion-Scale Thinking Model" (Ring-1T, arXiv 2510.18855), section 2.3.2, where k, low and high are k, alpha and beta.
+    Low 0.5 and high 5 are IcePop's usual bounds.
     """
-    ratio = torch.exp(difference)
+    ratio = ratio_of(difference)
     masked = (ratio < config.correction_low) | (ratio > config.correction_high)
     return Importance(torch.where(masked, 0.0, ratio), masked, torch.zeros_like(masked))
 
@@ -71,7 +92,7 @@ def plain(difference: Tensor, _sequence: Tensor, _config: schema.Trainer) -> Imp
     "Batch size-invariance for policy optimization" (arXiv 2110.00641).
     """
     never = torch.zeros_like(difference, dtype=torch.bool)
-    return Importance(torch.exp(difference), never, never)
+    return Importance(ratio_of(difference), never, never)
 
 
 def _truncate(ratio: Tensor, cap: float) -> Importance:

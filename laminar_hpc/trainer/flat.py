@@ -6,9 +6,6 @@ model of another type has its master weights there, which small updates need, an
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -69,21 +66,6 @@ class FlatParameters:
         for parameter, master in zip(self._parameters, self.masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
-
-    @contextlib.contextmanager
-    def holding(self, other: Tensor) -> Iterator[None]:
-        """Inside the block the model has the weights `other`, float32 (N,); its own wait on that tensor's device."""
-        own = self.values.to(other.device, copy=True)
-        self._set(other)
-        try:
-            yield
-        finally:
-            self._set(own)
-
-    @torch.no_grad()
-    def _set(self, values: Tensor) -> None:
-        self.values.copy_(values)
-        self.spread_values()
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Parameter groups for an optimizer: matrices decay, biases and norms do not."""

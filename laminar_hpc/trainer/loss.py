@@ -18,7 +18,7 @@ from torch import Tensor
 from laminar_hpc.config import schema
 from laminar_hpc.trainer.api import MiniBatchTotals
 from laminar_hpc.trainer.batch import PaddedBatch
-from laminar_hpc.trainer.correction import CORRECTIONS, Importance
+from laminar_hpc.trainer.correction import CORRECTIONS, Importance, held, ratio_of
 
 TOKEN_MEANS = ("entropy", "clip_fraction_low", "clip_fraction_high", "kl_behaviour")
 """Sums over all tokens of a mini-batch, reported as means over them."""
@@ -133,7 +133,7 @@ def clipped_terms(logprobs: Tensor, anchor: Tensor, advantages: Tensor, low: flo
     Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), equation 7; a bound of its own above the ratio: Yu et al. 2025
     (DAPO "clip-higher", arXiv 2503.14476), equation 10.
     """
-    ratio = torch.exp(logprobs - anchor)
+    ratio = ratio_of(logprobs - anchor)
     clipped = torch.clamp(ratio, 1.0 - low, 1.0 + high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -173,7 +173,7 @@ def kl_estimate(sampled: Tensor, other: Tensor) -> Tensor:
     Both are log-probabilities (N,) of tokens that the first policy has generated. The mean over its tokens is unbiased, and
     no term is negative. Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), estimator k3.
     """
-    difference = other - sampled
+    difference = held(other - sampled)
     return torch.expm1(difference) - difference
 
 
@@ -221,7 +221,7 @@ def _measure(
     is negative, the upper one where it is positive.
     """
     now, recorded, advantages = batch.logprobs.double(), batch.behaviour.double(), batch.advantages
-    ratio = torch.exp(now - anchor.double())
+    ratio = ratio_of(now - anchor.double())
     values = {
         "entropy": batch.entropy.double(),
         "clip_fraction_low": (advantages < 0) & (ratio < 1.0 - config.clip_low),

@@ -16,6 +16,7 @@ from laminar_hpc.errors import EngineError
 from laminar_hpc.trainer.address import set_gloo_interface
 from laminar_hpc.trainer.megatron_cpu import redirect_cuda
 from laminar_hpc.trainer.megatron_weights import Seat
+from laminar_hpc.trainer.shared import trainer_device
 
 
 class Groups(msgspec.Struct, frozen=True):
@@ -37,12 +38,11 @@ class Groups(msgspec.Struct, frozen=True):
 
 
 def own_device(trainer: int) -> torch.device:
-    """Where trainer number `trainer` computes: a GPU of its node if there is one; it becomes the current one."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders its kernels by it
-    device = torch.device("cuda", trainer % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    """The device of trainer number `trainer`, made the current one where it is a GPU."""
+    device = trainer_device(trainer)
+    if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron orders its kernels by it
+        torch.cuda.set_device(device)
     return device
 
 

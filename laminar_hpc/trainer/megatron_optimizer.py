@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from laminar_hpc.config import schema
 from laminar_hpc.trainer.megatron_cpu import name_types_as_cuda
-from laminar_hpc.trainer.schedule import learning_rate
+from laminar_hpc.trainer.shared import StepCounter
 
 
 class ShardOptimizer:
@@ -22,7 +21,7 @@ class ShardOptimizer:
     def __init__(self, config: schema.Trainer, settings: TransformerConfig, module: nn.Module) -> None:
         """`module` has its weights already: master weights are copied from them here."""
         self._config = config
-        self._steps = 0
+        self._steps = StepCounter(config)
         name_types_as_cuda(module)
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.model = DistributedDataParallel(settings, reduction, module)
@@ -61,15 +60,12 @@ class ShardOptimizer:
         """
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        rate = learning_rate(self._config, self._steps)
-        finite = math.isfinite(norm)
-        if finite:
+
+        def update() -> None:
             self._clip(norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
             self._optimizer.step_with_ready_grads()
-            self._steps += 1
-        return {"grad_norm": norm if finite else math.inf, "learning_rate": rate, "skipped": float(not finite)}
+
+        return self._steps.step(self._optimizer, norm, update)
 
     def _clip(self, norm: float) -> None:
         limit = self._config.clip_grad_norm

@@ -29,6 +29,7 @@ from laminar_hpc.trainer.megatron_groups import join_groups, own_device
 from laminar_hpc.trainer.megatron_model import Shard, transformer_config, uses_transformer_engine
 from laminar_hpc.trainer.megatron_optimizer import ShardOptimizer
 from laminar_hpc.trainer.megatron_weights import ImageWriter, Seat, fill
+from laminar_hpc.trainer.shared import Reference, reference_in_place
 from laminar_hpc.trainer.vocabulary import token_logprobs
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.megatron_layout import Grid, placements
@@ -64,9 +65,7 @@ class MegatronTrainer:
         self._settings = transformer_config(architecture, dtype, config.trainer.recompute)
         module = Shard(architecture, self._settings).to(self._device)
         fill(module, layout, seat, path)
-        self._reference: dict[str, Tensor] | None = None
-        if config.trainer.kl_coefficient > 0:
-            self._reference = {name: p.detach().to("cpu", copy=True) for name, p in module.named_parameters()}
+        self._reference = Reference(module.parameters) if config.trainer.kl_coefficient > 0 else None
         self._optimizer = ShardOptimizer(config.trainer, self._settings, module)
         self.module = module
         """This trainer's part of the model."""
@@ -106,13 +105,8 @@ class MegatronTrainer:
         """
         if not reference:
             return self._score(sequences)
-        assert self._reference is not None, "a reference model is kept where trainer.kl_coefficient is more than 0"
-        kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.module.named_parameters()}
-        self._hold(self._reference)
-        try:
+        with reference_in_place(self._reference):
             return self._score(sequences)
-        finally:
-            self._hold(kept)
 
     def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
         """Copy these chunks of the image as the weights are now; all trainers are called for the same version together."""
@@ -191,11 +185,6 @@ class MegatronTrainer:
         for row, batch, values in zip(rows, batches, torch.split(flat.cpu(), counts), strict=True):
             row[batch.loss_mask] = values.numpy()
         return unpad(sequences, parts, rows)
-
-    @torch.no_grad()
-    def _hold(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.module.named_parameters():
-            parameter.copy_(values[name])
 
 
 def _one(logits: Tensor) -> Tensor:

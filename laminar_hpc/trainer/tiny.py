@@ -16,7 +16,6 @@ from tokenizers.pre_tokenizers import Split
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.warm_start import Example, WarmStart, WarmStartResult, warm_start
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -33,13 +32,13 @@ def make_tiny_model(
     seed: int,
     plan: WarmStart | None = None,
 ) -> WarmStartResult:
-    """Make a model of about 0.2 million parameters in the new or empty directory `path`.
+    """Make a model of about 0.2 million parameters in the directory `path`, which is made where there is none.
 
     `examples` and `held_out` are (prompt, answer) texts of the task, prompts as the template gives them. Writes
-    config.json, generation_config.json, model.safetensors and tokenizer.json. Deterministic by `seed`. ConfigError where
-    `path` cannot be written or is not empty.
+    config.json, generation_config.json, model.safetensors and tokenizer.json. Deterministic by `seed`. OSError where
+    `path` cannot be made.
     """
-    _claim_directory(path)
+    os.makedirs(path, exist_ok=True)  # refused now, not after the warm start
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     tokenizer = character_tokenizer()
     model = new_model(tokenizer.get_vocab_size(), seed)
@@ -100,15 +99,3 @@ def new_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
 
 def _example(tokenizer: Tokenizer, prompt: str, answer: str) -> Example:
     return Example(prompt=tokenizer.encode(prompt).ids, answer=[*tokenizer.encode(answer).ids, END_ID])
-
-
-def _claim_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-        occupied = bool(os.listdir(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be made: {error.strerror}") from error
-    if occupied:
-        raise ConfigError(f"{path}: must be a new or an empty directory")
-    if not os.access(path, os.W_OK):
-        raise ConfigError(f"{path}: is not writable")

@@ -6,7 +6,6 @@ every trainer makes the same step from the same sum, so weights stay equal bit f
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,8 @@ from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches,
 from laminar_hpc.trainer.flat import FlatParameters
 from laminar_hpc.trainer.hf import load_model, model_manifest
 from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_loss, token_batch, token_entropy
-from laminar_hpc.trainer.schedule import learning_rate
+from laminar_hpc.trainer.shared import Reference, StepCounter, reference_in_place, trainer_device
 from laminar_hpc.weights.reshard import overlap
-
-
-def trainer_device(trainer: int) -> torch.device:
-    """Where trainer number `trainer` computes: a GPU of its node if there is one."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", trainer % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 class TorchTrainer:
@@ -48,15 +40,15 @@ class TorchTrainer:
         self.model: Any = load_model(config.model.path, config.model.dtype).to(self._device)
         self.model.eval()  # no dropout: the ratio compares two policies, not two noises
         self._flat = FlatParameters(self.model)
-        self._reference: Tensor | None = None
+        self._reference: Reference | None = None
         if config.trainer.kl_coefficient > 0:
-            self._reference = self._flat.values.to("cpu", copy=True)
+            self._reference = Reference(lambda: [self._flat.values], self._flat.spread_values)
         self._optimizer = torch.optim.AdamW(
             self._flat.groups(config.trainer.weight_decay),
             lr=config.trainer.learning_rate,
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
         )
-        self._steps = 0
+        self._steps = StepCounter(config.trainer)
         self._parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         self._manifest = model_manifest(self.model, config.weights.chunk_bytes)
 
@@ -93,8 +85,7 @@ class TorchTrainer:
         """
         if not reference:
             return self._score(sequences)
-        assert self._reference is not None, "a reference model is kept where trainer.kl_coefficient is more than 0"
-        with self._flat.holding(self._reference):
+        with reference_in_place(self._reference):
             return self._score(sequences)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -175,12 +166,8 @@ class TorchTrainer:
 
     def _step(self) -> dict[str, float]:
         norm = float(self._flat.clip(self._config.clip_grad_norm))
-        finite = math.isfinite(norm)
-        rate = learning_rate(self._config, self._steps)
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-            self._flat.spread_values()
-            self._steps += 1
-        return {"grad_norm": norm if finite else math.inf, "learning_rate": rate, "skipped": float(not finite)}
+        return self._steps.step(self._optimizer, norm, self._update)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._flat.spread_values()

@@ -36,6 +36,12 @@ from laminar_hpc.trainer.build import build_trainer
 from laminar_hpc.weights.digest import range_digests
 from laminar_hpc.weights.manifest import range_bytes
 
+SKIPPED_STEPS = 10
+"""So many steps in a row whose gradients are not finite, or all steps of a shorter run, and the trainer gives up.
+
+One can come from a batch; weights that have become infinite never train again.
+"""
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -53,6 +59,24 @@ def main(channel: Channel) -> None:
     _Service(channel, config, engine).run()
 
 
+class Patience:
+    """Counts the mini-batches in a row that nothing was trained on."""
+
+    def __init__(self, steps: int) -> None:
+        """`steps` is how many the whole run has."""
+        self._steps = min(SKIPPED_STEPS, steps)
+        self._skipped = 0
+
+    def note(self, message: TrainOn, metrics: dict[str, float]) -> None:
+        """A mini-batch is done; EngineError where that makes `SKIPPED_STEPS`."""
+        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
+        if self._skipped >= self._steps * message.minibatches:
+            raise EngineError(
+                f"trainer worker: nothing was trained in {self._steps} steps up to step {message.step}: no gradient was "
+                f"finite"
+            )
+
+
 class _Service:
     """Requests of the driver, one after the other; a step that is scored first is collected whole."""
 
@@ -63,6 +87,7 @@ class _Service:
         self._manifest = engine.manifest
         self._version: int | None = None
         """That of the engine's weights as they are (None: they have been trained since they were written)."""
+        self._patience = Patience(config.control.steps)
 
     def run(self) -> None:
         """Until the driver says Shutdown or is gone."""
@@ -96,6 +121,7 @@ class _Service:
             tokens = sum(len(sequence.tokens) for sequence in sequences)
             self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics))
             begun_s = ended_s
+            self._patience.note(message, metrics)
 
     def _collect(self, first: TrainOn) -> list[TrainOn]:
         """All mini-batches of the step that `first` begins."""

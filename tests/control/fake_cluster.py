@@ -183,6 +183,7 @@ class FakeCluster:
         verdict = Verdict.GRADED
         if self.random.random() < self.failing:
             verdict = self.random.choice([Verdict.RAISED, Verdict.DEADLINE])
+        score, penalty = self.random.choice([0.0, 0.5, 1.0]), self.random.choice([0.0, 0.0, 0.5])
         return Finished(
             rollout.rank,
             rollout.incarnation,
@@ -192,7 +193,8 @@ class FakeCluster:
             task.tokens + self.random.randint(1, 9),
             self.random.choice([Stop.END_TOKEN, Stop.LENGTH]),
             verdict,
-            self.random.choice([0.0, 0.5, 1.0]),
+            score - penalty,
+            score if penalty else None,
         )
 
     # --- what else may happen ---------------------------------------------------------------------------------------

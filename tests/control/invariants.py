@@ -233,8 +233,8 @@ class InvariantChecker:
             assert one.spec.purpose is Purpose.TRAIN
             self.in_batch[sample.trajectory] = (command.step, self._age(one.version))
         for group, members in groups.items():
-            rewards = {sample.reward for sample in command.samples if sample.group == group}
-            assert len(rewards) > 1 or not settings.dynamic_sampling, f"group {group} has nothing to teach"
+            scores = {_score(one.finished) for one in self._open_members(group)}
+            assert len(scores) > 1 or not settings.dynamic_sampling, f"group {group} has nothing to teach"
             assert group not in self.batched_groups, f"group {group} trained twice"
             assert members == len(self._open_members(group)), f"group {group} trained without all its members"
             assert len({one.version for one in self._open_members(group)}) == 1
@@ -288,17 +288,17 @@ class InvariantChecker:
             assert not self._open_members(group.group), f"group {group.group} ended before its trajectories"
 
     def _check_reason(self, outcome: TrajectoryOutcome, one: SeenTrajectory) -> None:
-        """What dynamic sampling throws away is a whole finished group with one reward."""
+        """What dynamic sampling throws away is a whole finished group with one score."""
         if "have the reward" not in outcome.reason:
             return
         assert self.settings.dynamic_sampling
         assert (outcome.state, outcome.purpose) == (State.DISCARDED, Purpose.TRAIN)
         members = [other for other in self.trajectories.values() if other.spec.group == one.spec.group]
         ends = [other.finished for other in members[-self.settings.group_size :]]  # those before it have started over
-        graded = [end.reward for end in ends if end is not None and end.verdict is Verdict.GRADED]
+        graded = [_score(end) for end in ends if end is not None and end.verdict is Verdict.GRADED]
         assert None not in ends
         assert len(graded) >= 2
-        assert set(graded) == {outcome.reward}
+        assert len(set(graded)) == 1
 
     def _see_ReportStep(self, report: ReportStep) -> None:
         assert report.step == len(self.reports) + 1
@@ -379,3 +379,10 @@ class InvariantChecker:
     def _cohort_is_open(self) -> bool:
         """Whether the groups trained on so far are those of all steps up to the newest version's."""
         return len(self.batched_groups) == self.announced[self.complete[-1]] * self.settings.prompts
+
+
+def _score(end: Finished | None) -> float | None:
+    """The reward before any penalty for length."""
+    if end is None:
+        return None
+    return end.reward if end.score is None else end.score

@@ -102,9 +102,10 @@ class ScriptedJob:
         verdict: Verdict = Verdict.GRADED,
         reward: float = 1.0,
         tokens: int = 10,
+        score: float | None = None,
     ) -> list[Command]:
-        stop = Stop.END_TOKEN
-        return self.tell(Finished(rank, self.incarnation[rank], trajectory, version, 5, tokens, stop, verdict, reward))
+        stop, incarnation = Stop.END_TOKEN, self.incarnation[rank]
+        return self.tell(Finished(rank, incarnation, trajectory, version, 5, tokens, stop, verdict, reward, score))
 
     def finish_all(self, rank: int, generate: Generate) -> list[Command]:
         """All trajectories of a command finish, in order."""

@@ -113,3 +113,17 @@ def test_a_group_without_a_difference_is_replaced_within_the_cohort():
     train, _ = job.finish(A, 5, 0, reward=1.0)
     assert isinstance(train, Train)
     assert [(sample.group, sample.reward) for sample in train.samples] == [(1, 1.0), (1, 0.0), (2, 0.0), (2, 1.0)]
+
+
+def test_whether_a_group_differs_is_told_before_the_penalty_for_length():
+    job = sync(prompts=2, concurrency=2, dynamic_sampling=True)
+    job.start()
+    job.finish(A, 0, 0, reward=0.25, score=1.0)  # both are right, and one is long
+    settle, *_ = job.finish(A, 1, 0, reward=1.0)
+    assert [(one.group, one.state) for one in settle.groups] == [(0, State.DISCARDED)]
+    assert settle.groups[0].reason == "all 2 graded responses have the reward 1"
+    # one is right, however long
+    assert job.finish(B, 2, 0, reward=0.0, score=1.0) + job.finish(B, 3, 0, reward=0.0) == []
+    job.finish(A, 4, 0, reward=0.0)
+    train, _ = job.finish(A, 5, 0, reward=1.0)
+    assert [(sample.group, sample.reward) for sample in train.samples] == [(1, 0.0), (1, 0.0), (2, 0.0), (2, 1.0)]

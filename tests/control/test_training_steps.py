@@ -82,7 +82,7 @@ def test_a_step_is_done_when_every_trainer_has_done_every_minibatch_once():
     assert not training.note(trained(2, 1), 1)
 
 
-def test_the_report_averages_minibatches_of_trainer_0_and_counts_samples():
+def test_the_report_takes_minibatches_of_trainer_0_and_counts_samples():
     training = Training(JOB)
     training.begin(batch(), 4, 50.0)
     training.note(trained(1, 0, seconds=2.0, loss=1.0, kl=0.5), 0)
@@ -99,6 +99,31 @@ def test_the_report_averages_minibatches_of_trainer_0_and_counts_samples():
     assert (report.staleness_finish_mean, report.staleness_finish_max) == (1.25, 2)
     assert (report.staleness_consumption_mean, report.staleness_consumption_max) == (2.0, 3)
     assert report.metrics == {"loss": 1.5, "kl": 0.5}
+
+
+def test_metrics_of_a_step_are_what_one_mini_batch_of_all_its_tokens_would_have():
+    training = Training(JOB)
+    training.begin(batch(), 4, 50.0)  # response tokens: 30 in mini-batch 0, 70 in mini-batch 1
+    first = {"loss": 1.0, "skipped": 0.0, "ratio_max": 3.0, "entropy": 2.0, "kl_reference": 1.0}
+    second = {"loss": 2.0, "skipped": 1.0, "ratio_max": 1.5, "entropy": 4.0}
+    first |= {"mismatch_max": 0.25, "mismatch_tokens": 10.0, "mismatch_mean": 0.1}
+    second |= {"mismatch_max": 0.5, "mismatch_tokens": 30.0, "mismatch_mean": 0.3}
+    for place, metrics in enumerate((first, second)):
+        training.note(trained(1, place, **metrics), 0)
+        training.note(trained(2, place, **metrics), 1)
+    _, report = training.complete(60.0)
+    assert report.metrics == pytest.approx(
+        {
+            "loss": 1.5,
+            "skipped": 0.5,
+            "ratio_max": 3.0,
+            "entropy": (30 * 2.0 + 70 * 4.0) / 100,
+            "kl_reference": 1.0,
+            "mismatch_max": 0.5,
+            "mismatch_tokens": 40.0,
+            "mismatch_mean": (10 * 0.1 + 30 * 0.3) / 40,
+        }
+    )
 
 
 @pytest.mark.parametrize(("step", "minibatch"), [(2, 0), (1, 2), (1, -1)])

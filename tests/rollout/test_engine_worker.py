@@ -189,7 +189,7 @@ def test_trajectories_are_streamed_block_by_block_and_end(llama: Saved) -> None:
 
 
 def test_within_the_interval_only_ends_are_told_with_all_that_was_generated(llama: Saved) -> None:
-    with running(llama, rollout={"stream_interval_s": 1e9}) as driver:
+    with running(llama, rollout={"stream_interval_s": 1e6}) as driver:
         driver.channel.send(add(0))
         [output] = driver.hear_until_ended(1)
         expected = straight(llama, 0, 1.0)

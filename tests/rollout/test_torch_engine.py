@@ -400,5 +400,5 @@ def test_models_that_cannot_run_are_refused(
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no readable config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file"):
         build_engine(config_for(str(tmp_path)))

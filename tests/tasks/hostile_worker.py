@@ -63,6 +63,17 @@ def _leave_a_process() -> NoReturn:
     os._exit(4)
 
 
+def _start_a_daemon() -> float:
+    """Two forks and a session of its own; the log says which process it is."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            print(f"daemon {os.getpid()}.", flush=True)
+            _hang()
+        os._exit(0)
+    return 1.0
+
+
 def _close_everything() -> float:
     os.closerange(0, 1000)
     return 1.0
@@ -80,8 +91,13 @@ def _print() -> float:
     return 1.0
 
 
-def _kill_the_worker() -> float:
+def _kill_the_parent() -> float:
     os.kill(os.getppid(), signal.SIGKILL)
+    return 1.0
+
+
+def _stop_the_parent() -> float:
+    os.kill(os.getppid(), signal.SIGSTOP)
     return 1.0
 
 
@@ -98,10 +114,12 @@ DEEDS: dict[str, Callable[[], float]] = {
     "abort": os.abort,
     "twice": _come_back_twice,
     "leave": _leave_a_process,
+    "daemon": _start_a_daemon,
     "close": _close_everything,
     "write": _write_everywhere,
     "print": _print,
-    "kill": _kill_the_worker,
+    "kill": _kill_the_parent,
+    "stop": _stop_the_parent,
 }
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -16,6 +20,7 @@ pytest.importorskip("jinja2")
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
+from laminar_hpc.tasks import chat
 from laminar_hpc.tasks.build import build_task, check_task
 from laminar_hpc.tasks.file_task import FileTask
 from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
@@ -34,11 +39,15 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture
 def chat_dir(model_dir: Path, tmp_path: Path) -> Path:
-    """A model directory with ChatML: characters are tokens, and so are <|im_start|> (103) and <|im_end|> (104)."""
+    """A model directory with ChatML: characters are tokens, and so are <|im_start|> (103) and <|im_end|> (104).
+
+    <|User|> (105) and <think> (106), which are not flagged special, are tokens, too.
+    """
     directory = tmp_path / "model"
     directory.mkdir()
     library = LibraryTokenizer.from_file(str(model_dir / "tokenizer.json"))
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    library.add_tokens([AddedToken("<|User|>", normalized=False), AddedToken("<think>", normalized=False)])
     library.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 103)])
     library.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>", "chat_template": CHATML}
@@ -102,6 +111,22 @@ def test_a_data_sets_text_is_never_a_special_token(make_config: MakeConfig, chat
     assert "a<|im_end|>\n<|im_start|>system\nObey.<eos>" in text
 
 
+def test_a_token_between_bars_is_for_the_template_and_others_are_for_the_data_set_too(
+    make_config: MakeConfig, chat_dir: Path
+) -> None:
+    template = "{% for message in messages %}{{ '<|User|>' + message['content'].split('<think>')[-1] }}{% endfor %}"
+    (chat_dir / "chat_template.jinja").write_text(template + "<think>")
+    tokenizer = Tokenizer(str(chat_dir))
+    task = make_task(make_config, chat_dir, [{"role": "user", "content": "x<think>a<|User|>b"}])
+    a, b = tokenizer.encode("a", False), tokenizer.encode("b", False)
+    mark = [token for character in "<|User|>" for token in tokenizer.encode(character, False)]
+    assert encode_prompt(tokenizer, task, TRAIN, 0, 256) == [105, *a, *mark, *b, 106]
+    plain = make_task(make_config, chat_dir, "a<think>", template="<|User|>{prompt}", chat=False)
+    assert encode_prompt(tokenizer, plain, TRAIN, 0, 256) == [103, 105, *a, 106]
+    assert tokenizer.quote("<\uff5cUser\uff5c>") == "<\uff5cUser\uff5c>"  # no token of this one
+    assert tokenizer.decode([105, *a, 106, *b]) == "a<think>b"
+
+
 def test_quoting_leaves_other_text_alone(chat_dir: Path) -> None:
     tokenizer = Tokenizer(str(chat_dir))
     assert tokenizer.quote("2 < 3 <im_end|> <|im_start|") == "2 < 3 <im_end|> <|im_start|"
@@ -127,10 +152,25 @@ def test_a_file_of_its_own_comes_first_and_templates_may_have_names(make_config:
     [
         (None, "has no chat template, which task.chat = true needs"),
         ("{% for %}", "the chat template is not valid Jinja"),
-        ("{{ raise_exception('only\ntools') }}", "its chat template refuses a prompt: only tools"),
-        ("{{ messages[7].content }}", "its chat template refuses a prompt"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "its chat template refuses a prompt"),
-        ("{{ messages.append(1) }}", "its chat template refuses a prompt"),
+        ("{{ raise_exception('only\ntools') }}", "refuses a prompt: only tools"),
+        ("{{ raise_exception('\\ud800') }}", r"refuses a prompt: \\ud800"),
+        ("{{ raise_exception(messages) }}", "refuses a prompt"),
+        ("{{ messages[7].content }}", "refuses a prompt"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses a prompt"),
+        ("{{ messages.append(1) }}", "refuses a prompt"),
+        ("{{ 1 / 0 }}", "refuses a prompt: ZeroDivisionError"),
+        ("{{ 10.0 ** 400 }}", "refuses a prompt: OverflowError"),
+        ("{{ range(10000000) }}", "refuses a prompt: OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses a prompt: RecursionError"),
+        ("{{ 'a' * 10 ** 11 }}", "refuses a prompt: MemoryError"),
+        ("{{ 'a' * 10 ** 10 }}", "refuses a prompt: MemoryError"),  # which most machines would grant
+        ("{{ 'a'.center(10 ** 10) }}", "refuses a prompt: MemoryError"),
+        ("{% set n = 10 ** 8 %}{{ 'a' * n }}", "refuses a prompt: it makes 100000000 characters of it"),
+        ("{{ '\\ud800' }}", "refuses a prompt: UnicodeEncodeError"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is not valid Jinja: RecursionError"),
+        ("{{ 9 ** 99999 }}", "is not valid Jinja: ValueError"),
+        ("{{ messages[0].content | nothing }}", "is not valid Jinja: No filter named 'nothing'"),
+        ("{% generation %}", "is not valid Jinja"),
     ],
 )
 def test_a_template_that_does_not_work_stops_at_the_door(
@@ -140,8 +180,62 @@ def test_a_template_that_does_not_work_stops_at_the_door(
     config = make_config(model={"path": str(chat_dir)}, task={"chat": True})
     with pytest.raises(ConfigError, match=words) as caught:
         check_task(config)
-    assert str(chat_dir) in str(caught.value)
+    assert str(caught.value).startswith(f"model.path: {chat_dir}")
+    assert template is None or f"{chat_dir}/tokenizer_config.json: the chat template " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LOOPS = "{% for n in range(99999) %}{% for m in range(99999) %}" + "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (LOOPS, "refuses a prompt: it takes longer than 0.1 s"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "than 0.1 s"),
+        ("{% set big = 9 ** (9 ** 9) %}", "is not valid Jinja: it takes longer than 0.1 s"),
+    ],
+)
+def test_a_template_that_takes_too_long_stops_at_the_door(
+    make_config: MakeConfig, chat_dir: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str
+) -> None:
+    monkeypatch.setattr(chat, "LIMIT_S", 0.1)
+    (chat_dir / "chat_template.jinja").write_text(template)
+    before = signal.getsignal(signal.SIGPROF)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_task(make_config(model={"path": str(chat_dir)}, task={"chat": True}))
+    assert f"{chat_dir}/chat_template.jinja: the chat template " in str(caught.value)
+    assert signal.getsignal(signal.SIGPROF) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_rendering_leaves_the_limits_of_the_process_as_they_are(make_config: MakeConfig, chat_dir: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    task = make_task(make_config, chat_dir, "2+2?")
+    texts = [task.text(TRAIN, 0)]
+    thread = threading.Thread(target=lambda: texts.append(task.text(TRAIN, 0)))  # where no signal arrives
+    thread.start()
+    thread.join()
+    assert texts[0] == texts[1]
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+MARKED = (
+    "{% for message in messages %}{% set x = 1 %}{% if message.role == 'assistant' %}[{% generation %}{% set x = 2 %}"
+    "{{ message.content }}{{ x }}{% endgeneration %}]{{ x }}{% else %}({{ message.content }}){% endif %}{% endfor %}"
+)
+
+
+def test_what_a_template_marks_as_generated_is_rendered(make_config: MakeConfig, chat_dir: Path) -> None:
+    (chat_dir / "chat_template.jinja").write_text(MARKED)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert make_task(make_config, chat_dir, said).text(TRAIN, 0) == "(a)[b2]1(c)"
+
+
+def test_names_of_templates_may_be_anything(make_config: MakeConfig, chat_dir: Path) -> None:
+    settings = {"chat_template": [{"name": ["tools"], "template": "no"}, 7, {"name": "default", "template": "yes"}]}
+    (chat_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert make_task(make_config, chat_dir, "x").text(TRAIN, 0) == "yes"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +262,9 @@ def test_a_prompt_that_does_not_fit_is_named(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("content", ["2+2?", " spaces \n\n", "12 345  6", "<|im_end|", ""])
-def test_transformers_renders_and_encodes_the_same(chat_dir: Path, content: str) -> None:
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("content", ["2+2?", " spaces \n\n", "12 345  6", "<|im_end|", "<|User|> <think>x</think>", ""])
+def test_transformers_renders_and_encodes_the_same(chat_dir: Path, content: str, template: str) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from laminar_hpc.tasks.chat import ChatTemplate
@@ -177,11 +272,13 @@ def test_transformers_renders_and_encodes_the_same(chat_dir: Path, content: str)
 
     (chat_dir / "config.json").write_text('{"model_type": "llama"}')
     settings = json.loads((chat_dir / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>"}
     (chat_dir / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs = transformers.AutoTokenizer.from_pretrained(chat_dir)
     ours = Tokenizer(str(chat_dir))
-    for messages in ([ChatMessage("user", content)], [ChatMessage("system", "s"), ChatMessage("user", content)]):
+    user, assistant = ChatMessage("user", content), ChatMessage("assistant", content)
+    for messages in ([user], [ChatMessage("system", "s"), user], [user, assistant, user]):
         as_dicts = [message._asdict() for message in messages]
         text = ChatTemplate(str(chat_dir)).render(messages)
         assert text == theirs.apply_chat_template(as_dicts, add_generation_prompt=True, tokenize=False)

@@ -50,6 +50,33 @@ def test_held_out_prompts_come_from_their_own_file_and_are_never_trained_on(
     assert [task.text(EVALUATION, index) for index in range(task.held_out)] == ["q1", "new"]
 
 
+@pytest.mark.parametrize("order", ["copies side by side", "copies of the whole"])
+def test_a_row_that_is_there_many_times_counts_once(make_config: MakeConfig, tmp_path: Path, order: str) -> None:
+    pairs = numbered(20) * 100
+    if order == "copies side by side":
+        pairs.sort(key=lambda pair: int(pair[1]))
+    task = make_task(make_config, tmp_path / "p.jsonl", rows(*pairs), prompts=5)
+    assert [task.text(EVALUATION, n) for n in range(task.held_out)] == [f"q{n}" for n in range(15, 20)]
+    assert [task.text(TRAIN, n) for n in range(task.prompts)] == [f"q{n}" for n in range(15)]
+
+
+def test_a_prompt_with_two_answers_is_held_out_once_and_not_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    content = rows(("a", "1"), ("b", "1"), ("c", "1"), ("b", "2"), ("a", "2"))
+    task = make_task(make_config, tmp_path / "p.jsonl", content)
+    assert [(task.text(EVALUATION, n), task.solution(EVALUATION, n)) for n in range(2)] == [("b", "1"), ("c", "1")]
+    assert [(task.text(TRAIN, n), task.solution(TRAIN, n)) for n in range(task.prompts)] == [("a", "1"), ("a", "2")]
+    (tmp_path / "h.jsonl").write_bytes(rows(("a", "1"), ("a", "2"), ("d", "1")))
+    task = make_task(make_config, tmp_path / "p.jsonl", content, held_out_path=str(tmp_path / "h.jsonl"))
+    assert [task.text(EVALUATION, n) for n in range(2)] == ["a", "d"]
+    assert [task.text(TRAIN, n) for n in range(task.prompts)] == ["b", "c", "b"]
+
+
+def test_a_held_out_file_may_hold_all_that_there_is(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "h.jsonl").write_bytes(rows(*numbered(3)))
+    with pytest.raises(ConfigError, match="every prompt is also a held-out prompt"):
+        make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(2)), held_out_path=str(tmp_path / "h.jsonl"))
+
+
 def test_without_evaluation_all_rows_are_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(rows(*numbered(3)))
@@ -103,8 +130,9 @@ GOOD = b'{"prompt": "p", "answer": "1"}\n'
         (GOOD + b"\n" + GOOD, [":2:"]),
         (GOOD + b'{"prompt": "\xff", "answer": "1"}\n', [":2:", "UTF-8", "0xff"]),
         (b"", ["is empty"]),
-        (GOOD * 2, ["2 rows", "evaluation.prompts = 2", "task.held_out_path"]),
-        (GOOD * 5, ["every prompt is also a held-out prompt"]),
+        (rows(*numbered(2)), ["2 different prompts", "evaluation.prompts = 2", "task.held_out_path"]),
+        (GOOD * 5, ["1 different prompts", "evaluation.prompts = 2"]),
+        (rows(("a", "1"), ("a", "2"), ("b", "1")), ["2 different prompts", "evaluation.prompts = 2"]),
     ],
 )
 def test_a_broken_file_is_named_with_its_row(
@@ -134,8 +162,8 @@ def test_a_file_that_cannot_be_read_is_named(make_config: MakeConfig, tmp_path: 
 
 
 def test_a_held_out_file_that_is_too_short_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "h.jsonl").write_bytes(GOOD)
-    with pytest.raises(ConfigError, match=r"h\.jsonl has 1 rows; evaluation\.prompts = 2"):
+    (tmp_path / "h.jsonl").write_bytes(GOOD * 2)
+    with pytest.raises(ConfigError, match=r"h\.jsonl has 1 different prompts; evaluation\.prompts = 2"):
         make_task(make_config, tmp_path / "p.jsonl", rows(*numbered(9)), held_out_path=str(tmp_path / "h.jsonl"))
 
 

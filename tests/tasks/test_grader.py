@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +140,21 @@ def descendants(pid: int | None) -> list[str]:
     return found
 
 
+def in_order(pid: int | None) -> bool:
+    """Whether there are a guard and a child below the worker, and nothing else."""
+    states = descendants(pid)
+    return len(states) == 2 and set(states) <= {"S", "R"}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """The test fails where it does not come true."""
+    begun = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - begun < PATIENCE_S
+        pause.wait(0.01)
+
+
 def is_gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -198,7 +215,7 @@ def test_a_verifier_that_fails_gives_no_reward(patient: Grader, grade: Grade, re
     assert raised.verdict is again.verdict is RAISED
     assert raised.reason.startswith(reason)
     assert after == Outcome(3, verdict=GRADED, reward=1.0)
-    assert descendants(patient.pid) in (["S"], ["R"])
+    assert in_order(patient.pid)
 
 
 def test_a_verifier_that_comes_back_twice_counts_once(patient: Grader, grade: Grade) -> None:
@@ -222,7 +239,7 @@ def test_a_verifier_that_hangs_loses_its_own_trajectory_only(
     strict.encode(11, TRAIN, 2)
     assert collect(strict, 1) == [Outcome(11, tokens=tokens_of("train 2"))]
     assert strict.pid == worker
-    assert descendants(worker) in (["S"], ["R"])
+    assert in_order(worker)
 
 
 def test_many_lost_children_cost_no_restart(patient: Grader, grade: Grade) -> None:
@@ -238,6 +255,23 @@ def test_many_lost_children_cost_no_restart(patient: Grader, grade: Grade) -> No
 def test_the_deadline_is_that_of_each_grade_not_of_the_queue(strict: Grader, grade: Grade) -> None:
     """Ten times 0.1 s are longer than the deadline."""
     assert {outcome.verdict for outcome in grade(strict, ["slow"] * 10)} == {GRADED}
+
+
+def test_the_child_goes_on_though_nobody_takes_its_answers(
+    patient: Grader, tokens_of: Callable[[str], bytes], log: Path
+) -> None:
+    """The one that hands requests on stops while the sixth is graded: the child has the seventh already."""
+    collect_up(patient)
+    before = log.read_text().count("a verifier that talks")
+    for trajectory, text in enumerate([*["slow"] * 5, "stop", "print"]):
+        patient.grade(trajectory, TRAIN, 0, tokens_of(text))
+    patient.poll(time.monotonic())
+    [guard] = Path(f"/proc/{patient.pid}/task/{patient.pid}/children").read_text().split()
+    try:
+        wait_for(lambda: log.read_text().count("a verifier that talks") > before)
+    finally:
+        os.kill(int(guard), signal.SIGCONT)
+    assert [outcome.reward for outcome in collect(patient, 7)] == [0.5] * 5 + [1.0, 1.0]
 
 
 def test_a_hanging_verifier_never_makes_the_driver_wait(start: Start, tokens_of: Callable[[str], bytes]) -> None:
@@ -272,11 +306,34 @@ def test_a_worker_killed_while_idle_comes_back(start: Start, tokens_of: Callable
 
 
 def test_a_verifier_that_kills_the_worker_loses_its_own_trajectory_only(start: Start, grade: Grade) -> None:
+    """It may have taken answers along that were not sent yet, so the second worker is asked one by one."""
     grader = start()
     outcomes = grade(grader, ["1", "kill", "0.5"])
     assert [outcome.verdict for outcome in outcomes] == [GRADED, RAISED, GRADED]
     assert outcomes[1].reason == "the task worker died while grading"
-    assert grader.restarts == 1
+    assert grader.restarts == 2
+
+
+@pytest.mark.parametrize("end", ["worker killed", "group killed", "guard killed", "stopped"])
+def test_a_process_of_a_verifier_that_left_its_session_ends_with_the_worker(
+    start: Start, grade: Grade, tmp_path: Path, end: str
+) -> None:
+    grader = start()
+    assert [outcome.verdict for outcome in grade(grader, ["daemon"])] == [GRADED]
+    log = tmp_path / "task.log"
+    wait_for(lambda: re.search(r"daemon \d+\.", log.read_text()))
+    daemon = int(re.findall(r"daemon (\d+)\.", log.read_text())[0])
+    assert not is_gone(daemon)
+    assert grader.pid is not None
+    if end == "worker killed":
+        os.kill(grader.pid, signal.SIGKILL)
+    elif end == "group killed":
+        os.killpg(grader.pid, signal.SIGKILL)
+    elif end == "guard killed":
+        assert [outcome.verdict for outcome in grade(grader, ["kill"])] == [RAISED]
+    else:
+        grader.stop()
+    wait_for(lambda: is_gone(daemon))
 
 
 def test_a_worker_that_says_nothing_is_replaced(start: Start, grade: Grade, tokens_of: Callable[[str], bytes]) -> None:
@@ -322,7 +379,8 @@ def test_the_overlong_penalty_is_for_training_alone(start: Start, tokens_of: Cal
         [(TRAIN, "1......."), (EVALUATION, "1......."), (TRAIN, "1.....")]
     ):
         grader.grade(trajectory, purpose, 0, tokens_of(response.replace(".", " ")))
-    assert [outcome.reward for outcome in collect(grader, 3)] == [0.5, 1.0, 1.0]
+    outcomes = [(outcome.reward, outcome.score) for outcome in collect(grader, 3)]
+    assert outcomes == [(0.5, 1.0), (1.0, None), (1.0, None)]  # the score is said where it is another number
 
 
 def test_a_task_that_cannot_be_built_ends_it_with_its_text(start: Start, tmp_path: Path) -> None:

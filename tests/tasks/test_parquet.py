@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,9 +66,9 @@ def test_dapo_math_17k_rows(make_config: MakeConfig, tmp_path: Path) -> None:
             evaluation={"prompts": 1},
         )
     )
-    assert (task.prompts, task.held_out) == (4, 1)
-    assert task.text(TRAIN, 2) == "[user]Solve the following math problem: 1 + 1?["
-    assert [task.solution(TRAIN, n) for n in range(4)] == ["2", "3", "2", "3"]
+    assert (task.prompts, task.held_out) == (2, 1)
+    assert task.text(TRAIN, 0) == "[user]Solve the following math problem: 1 + 1?["
+    assert [task.solution(TRAIN, n) for n in range(2)] == ["2", "3"]
     assert task.grade(EVALUATION, 0, " 34 ") == 1.0
 
 
@@ -124,6 +127,101 @@ def test_a_text_that_is_not_utf8_is_named_with_its_row(make_config: MakeConfig, 
     )
     with pytest.raises(ConfigError, match=r"p\.parquet:2: not UTF-8: byte 2 of the text is 0xff"):
         make_task(make_config, tmp_path / "p.parquet", pa.table({"prompt": texts, "answer": ["1", "2", "3"]}))
+
+
+TEXTS = pa.array(["1", "2"])
+DATES = {
+    "timestamp[ns]": pa.array([1, 2], pa.timestamp("ns")),  # as Python's datetime they would need pandas
+    "duration[ns]": pa.array([1, 2], pa.duration("ns")),
+    "timestamp[us]": pa.array([2**62, 2**62], pa.timestamp("us")),  # no year that Python knows
+    "date32[day]": pa.array([2**31 - 1] * 2, pa.int32()).cast(pa.date32()),
+    "time64[ns]": pa.array([1, 2], pa.time64("ns")),
+    "binary": pa.array([b"p", b"q"]),
+    "map<string, string": pa.array([[("a", "b")]] * 2, pa.map_(pa.string(), pa.string())),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", list(DATES))
+def test_a_column_that_holds_other_things_than_texts_is_named_with_its_type(
+    make_config: MakeConfig, tmp_path: Path, kind: str, nested: bool
+) -> None:
+    column = pa.StructArray.from_arrays([TEXTS, DATES[kind]], ["content", "at"]) if nested else DATES[kind]
+    with pytest.raises(ConfigError) as caught:
+        make_task(make_config, tmp_path / "p.parquet", pa.table({"prompt": column, "answer": TEXTS}))
+    for word in ("p.parquet: the column 'prompt' (task.prompt_column) is of the type " + kind, "must hold texts"):
+        assert word in str(caught.value)
+
+
+def test_types_of_columns_that_are_not_used_do_not_matter(make_config: MakeConfig, tmp_path: Path) -> None:
+    others = {f"other {n}": column for n, column in enumerate(DATES.values())}
+    answer = pa.StructArray.from_arrays([TEXTS.dictionary_encode(), DATES["timestamp[ns]"]], ["text", "at"])
+    table = pa.table({**others, "prompt": pa.array(["p", "q"], pa.large_string()), "answer": answer})
+    task = make_task(make_config, tmp_path / "p.parquet", table, answer_column="answer.text")
+    assert (task.text(TRAIN, 0), task.solution(TRAIN, 0)) == ("p", "1")
+
+
+@pytest.mark.parametrize(
+    ("names", "task", "words"),
+    [
+        (["prompt", "answer", "prompt"], {}, "2 columns are named 'prompt' (task.prompt_column = 'prompt')"),
+        (["prompt", "answer", "answer"], {}, "2 columns are named 'answer' (task.answer_column = 'answer')"),
+        (["prompt", "of", "of"], {"answer_column": "of.truth"}, "2 columns are named 'of'"),
+        (["prompt", "answer", "id", "id"], {}, ""),
+    ],
+)
+def test_two_columns_of_one_name_are_refused_where_they_are_used(
+    make_config: MakeConfig, tmp_path: Path, names: list[str], task: dict[str, str], words: str
+) -> None:
+    truth = pa.StructArray.from_arrays([TEXTS], ["truth"])
+    columns = [truth if name == "of" else pa.array([f"{name} {n}" for n in range(2)]) for name in names]
+    table = pa.Table.from_arrays(columns, names)
+    if not words:
+        assert make_task(make_config, tmp_path / "p.parquet", table, **task).solution(TRAIN, 0) == "answer 0"
+        return
+    with pytest.raises(ConfigError) as caught:
+        make_task(make_config, tmp_path / "p.parquet", table, **task)
+    assert f"p.parquet: {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["of.truth", "of"])
+def test_two_nested_columns_of_one_name_are_refused(make_config: MakeConfig, tmp_path: Path, column: str) -> None:
+    twice = pa.StructArray.from_arrays([TEXTS, TEXTS], ["truth", "truth"])
+    with pytest.raises(ConfigError, match=r"p\.parquet: .*(2 columns are|has two fields) named 'truth'"):
+        make_task(make_config, tmp_path / "p.parquet", pa.table({"prompt": TEXTS, "of": twice}), answer_column=column)
+
+
+def test_a_column_name_that_is_not_utf8_is_the_files_fault(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": TEXTS, "answer": TEXTS, "otherwise": TEXTS}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"otherwise", b"other\xff\xfe\xfd\xfc"))
+    with pytest.raises(ConfigError, match=r"p\.parquet: not a whole Parquet file, after row 0: 'utf-8'"):
+        FileTask(make_config(task={"name": "parquet", "path": str(path)}))
+
+
+READ_AT_THE_LIMIT = """
+import sys
+from laminar_hpc.tasks.parquet import iterate_rows
+from laminar_hpc.tasks.worker import MEMORY_LIMIT_BYTES, limit_memory
+limit_memory(MEMORY_LIMIT_BYTES)
+print([row["prompt"] for _, row in iterate_rows(sys.argv[1], {"task.prompt_column": "prompt"})])
+"""
+
+
+def test_a_file_that_is_larger_than_the_workers_memory_is_read(tmp_path: Path) -> None:
+    """The file has a hole of 5 GiB between its rows and what stands at its end; it takes no space on the disk."""
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), path)
+    content = path.read_bytes()
+    end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    with path.open("wb") as file:
+        file.write(content[:end])
+        file.seek(5 << 30)
+        file.write(content[end:])
+    command = [sys.executable, "-c", READ_AT_THE_LIMIT, str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.stdout == "['a', 'b']\n", done.stderr
 
 
 @pytest.mark.parametrize("damage", ["cut", "rubbish", "jsonl", "nothing"])

@@ -136,6 +136,8 @@ def test_other_trainers_are_not_looked_at(tmp_path: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias must be False"),
         ({"use_sliding_window": True}, "use_sliding_window must be False"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be all full_attention"),
+        ({"layer_types": 5}, "layer_types must be a list of names, got 5"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
         ({"intermediate_size": None}, "intermediate_size must be a whole number of at least 1, got None"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads must divide num_attention_heads \(4\), got 3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type must be default, linear or llama3"),

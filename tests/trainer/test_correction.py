@@ -323,12 +323,47 @@ def test_correlation_by_hand(x: list[float], y: list[float], expected: float) ->
 
 
 def test_a_metric_that_is_no_number_is_left_out() -> None:
-    # an infinite ratio times an advantage of 0
-    batch = hand_batch(advantages=torch.zeros(3), behaviour=torch.tensor([-2.0, -1.0, -3e4]))
+    batch = hand_batch(behaviour=torch.tensor([-2.0, -1.0, math.nan]))
     _, sums, maxima = policy_loss(schema.Trainer(), batch)
     metrics = mini_batch_metrics(sums, maxima, MiniBatchTotals(2, 3))
     assert "loss" not in metrics
     assert not any(math.isnan(value) for value in metrics.values())
+
+
+FAR = [-3e4, -89.0, 89.0, 3e4]
+"""Log-ratios, the middle ones just beyond those whose exponential a float32 can hold."""
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_log_ratios_of_any_size_give_a_finite_loss_and_gradient(name: str, advantage: float) -> None:
+    now = torch.full((len(FAR),), -1.0, requires_grad=True)
+    far = torch.tensor(FAR)
+    one = torch.ones(len(FAR))
+    batch = TokenBatch(
+        logprobs=now,
+        entropy=one,
+        behaviour=now.detach() - far,
+        advantages=advantage * one,
+        sequence=torch.arange(len(FAR)),
+        weights=one / len(FAR),
+        same_version=one.bool(),
+        proximal=now.detach() + far.flip(0),  # ratios to it, too, are as far
+        reference=now.detach() + far,
+    )
+    loss, sums, maxima = policy_loss(schema.Trainer(correction=name, kl_coefficient=0.1), batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(now.grad).all()
+    assert torch.isfinite(sums).all()
+    assert torch.isfinite(maxima).all()
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_what_is_no_number_has_no_finite_gradient_so_that_the_step_is_skipped(name: str) -> None:
+    batch = hand_batch(behaviour=torch.tensor([-2.0, math.nan, -1.0]))
+    policy_loss(schema.Trainer(correction=name), batch)[0].backward()
+    assert not torch.isfinite(batch.logprobs.grad).all()
 
 
 def test_a_micro_batch_without_tokens_has_a_loss_of_nothing() -> None:

@@ -48,6 +48,26 @@ def test_clipped_tokens_have_no_gradient() -> None:
     assert now.grad.tolist() == pytest.approx([0.0, 0.0, 1.5, -0.5])
 
 
+@pytest.mark.parametrize("far", [89.0, 3e4])  # beyond the exponents that a float32 can hold
+def test_clipped_tokens_have_no_gradient_however_far_away_they_are(far: float) -> None:
+    now = torch.tensor([far, -far, far, -far, far]).requires_grad_()
+    found = clipped_terms(now, torch.zeros(5), torch.tensor([1.0, -1.0, 0.0, 0.0, -1.0]), 0.2, 0.28)
+    found.sum().backward()
+    # -min(ratio * A, clip(ratio) * A): the upper bound with A = 1, the lower one with A = -1; nothing where A = 0. The ratio
+    # of the last one is not clipped by these, but held at e^20
+    assert found.tolist() == pytest.approx([-1.28, 0.8, 0.0, 0.0, math.exp(20)])
+    assert now.grad.tolist() == [0.0] * 5
+
+
+def test_the_kl_estimate_is_finite_however_far_away_the_other_policy_is() -> None:
+    now = torch.zeros(2).requires_grad_()
+    found = kl_estimate(now, torch.tensor([3e4, -3e4]))
+    found.sum().backward()
+    # held at e^20 - 1 - 20; 0 - 1 + 3e4, whose slope by ln pi is 1 - pi_ref / pi = 1
+    assert found.tolist() == pytest.approx([math.exp(20) - 21, 3e4 - 1])
+    assert now.grad.tolist() == [0.0, 1.0]
+
+
 def test_dual_clip_by_hand() -> None:
     # clipped terms to begin with, clip 0.2: A = -1 at ratios 5, 2, 0.5: 5, 2, 0.8; A = 2 at ratio 5: -min(10, 2.4) = -2.4.
     # A bound of 3 holds the first one at -3 * A = 3; A = -2 at ratio 5: 10, held at 6

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from laminar_hpc.config.model_files import read_end_tokens  # noqa: E402
 from laminar_hpc.errors import ConfigError  # noqa: E402
+from laminar_hpc.launch.new_directory import new_directory  # noqa: E402
+from laminar_hpc.launch.tiny import make  # noqa: E402
 from laminar_hpc.trainer.hf import check_model_directory, load_model  # noqa: E402
 from laminar_hpc.trainer.tiny import CHARACTERS, make_tiny_model, new_model  # noqa: E402
 from laminar_hpc.trainer.warm_start import Example, WarmStart, held_out_accuracy, warm_start  # noqa: E402
@@ -62,9 +64,10 @@ def test_the_same_seed_makes_the_same_files(tiny: Path, tmp_path: Path) -> None:
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="must be a new or an empty directory"):
-        make_tiny_model(str(tmp_path), PAIRS, PAIRS, seed=0)
-    with pytest.raises(ConfigError, match="cannot be made: Not a directory"):
-        make_tiny_model(str(tmp_path / "file" / "below"), PAIRS, PAIRS, seed=0)
+        make(str(tmp_path), None, seed=0)
+    below = new_directory(str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match="cannot be made: Not a directory"), below as part:
+        make_tiny_model(part, PAIRS, PAIRS, seed=0)
 
 
 def encoded(pairs: list[tuple[str, str]], path: Path) -> list[Example]:

@@ -19,7 +19,7 @@ from plain_formulas import PlainSequence, plain_loss  # noqa: E402
 from trainer_cases import ADVANTAGES, blocks_of, config_for, mini_batch, reference_logprobs  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from laminar_hpc.config.schema import Config  # noqa: E402
+from laminar_hpc.config.schema import Config, Control  # noqa: E402
 from laminar_hpc.process.channel import wait_any  # noqa: E402
 from laminar_hpc.process.worker import Worker, start_forkserver  # noqa: E402
 from laminar_hpc.protocol.peer import (  # noqa: E402
@@ -324,3 +324,32 @@ def test_broken_blocks_end_the_worker_with_the_trajectory(model_path: str, tmp_p
         while worker.alive and time.monotonic() - begun_s < DEADLINE_S:
             wait_any([worker.channel], 0.1)
         assert not worker.alive
+
+
+def without_a_gradient(minibatch: int) -> TrainOn:
+    """`half_of_a_step`, with log-probabilities that are no numbers."""
+    message = half_of_a_step(minibatch)
+    blocks = [
+        [
+            msgspec.structs.replace(
+                block, logprobs=np.full(block.count, np.nan, "<f4").tobytes() if block.logprobs else b""
+            )
+            for block in one
+        ]
+        for one in message.blocks
+    ]
+    return msgspec.structs.replace(message, blocks=blocks)
+
+
+def test_steps_that_train_nothing_end_the_job(model_path: str, tmp_path: Path) -> None:
+    config = config_for(model_path).model_copy(update={"control": Control(steps=2)})
+    with workers(1, tmp_path) as (worker,):
+        start(worker, config)
+        for minibatch in (0, 1, 0, 1):
+            worker.send(without_a_gradient(minibatch))
+            trained = answer(worker)
+            assert isinstance(trained, TrainedOn)
+            assert trained.metrics["skipped"] == 1.0
+        end = answer(worker)
+        assert isinstance(end, WorkerError)
+        assert "nothing was trained in 2 steps up to step 3: no gradient was finite" in end.text
