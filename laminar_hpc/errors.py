@@ -19,6 +19,14 @@ class ProtocolError(LaminarError):
     """A broken rule between ranks; the message names rank, role, event and trajectory."""
 
 
+class PeerLost(LaminarError):
+    """A transfer that cannot end, since the rank at its other end is gone; `rank` is that one."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class EngineError(LaminarError):
     """An engine or trainer that cannot do what it was asked; the message names the engine and the request."""
 

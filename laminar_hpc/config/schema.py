@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _chunk_bytes(value: int) -> int:
+    if value != 0 and not 1024 <= value <= 1 << 30:
+        raise ValueError(f"must be 0 (chosen from the measured links) or from 1024 to {1 << 30}, got {value}")
+    return value
+
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """At most 11 days: timers of the operating system and of libraries overflow beyond 24."""
+ChunkBytes = Annotated[int, AfterValidator(_chunk_bytes)]
 
 
 class Section(BaseModel):
@@ -41,13 +49,15 @@ class Job(Section):
     """How often each rank says that it is alive, and what it waits for."""
     silence_timeout_s: Seconds = 60.0
     """How long a rank may say nothing before it counts as hung."""
+    spares: Count = 0
+    """Ranks on each rollout node that wait to take over from its relay, should it be lost."""
     worker_restarts: Count = 3
     """How often, within ten minutes, a rollout starts its engine again before the job ends."""
 
     @property
     def ranks(self) -> int:
         """All ranks of the job, the manager's included."""
-        return 1 + self.trainers + self.relays + self.rollouts
+        return 1 + self.trainers + self.relays * (1 + self.spares) + self.rollouts
 
 
 class Model(Section):
@@ -257,16 +267,18 @@ class Evaluation(Section):
 class Weights(Section):
     """How weights travel."""
 
-    transport: Literal["mpi"] = "mpi"
-    """What carries chunks from node to node."""
-    chunk_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] = 1 << 20
-    """Unit of transfer and of checksums."""
+    transport: Literal["mpi", "nixl"] = "mpi"
+    """What carries chunks from node to node: MPI's point-to-point messages, or NIXL (RDMA over UCX)."""
+    chunk_bytes: ChunkBytes = 0
+    """Unit of transfer and of checksums (0: chosen at the start, from the image's size and the measured links)."""
     window: Annotated[int, Field(ge=1, le=64)] = 4
     """Chunks a relay has asked for and not got yet."""
     slots: Annotated[int, Field(ge=2)] = 3
     """Versions that a relay has room for."""
     verify: bool = True
     """Checks digests at every hop, and records one of the weights inside the engine after each pull."""
+    relay_timeout_s: Seconds = 5.0
+    """After how long without a word from a relay, or without a chunk over a link, the chain is repaired around it."""
 
 
 class Record(Section):

@@ -12,7 +12,10 @@ While it runs, four loops turn side by side:
 * rollouts load weights, are given work, finish trajectories                              dispatch.py
 * groups are handed out, finish, are buffered, taken, consumed                            experience.py
 * steps begin when the buffer has enough and the last version is published               training.py
-* versions are announced with each step, published, broadcast, held, released             versions.py
+* versions are announced with each step, published                                       versions.py
+  and from there broadcast, held by relays, released, through the loss of relays         distribution.py
+
+The loss of a trainer ends the job, and so does that of the last relay; the others go on without a lost relay or rollout.
 
 Rules for messages: one from another incarnation than its sender's current one is dropped; one that repeats or comes late
 changes nothing; one that contradicts what its sender was told is a ProtocolError.
@@ -25,29 +28,31 @@ from typing import Any
 
 from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.experience import Experience
-from laminar_hpc.control.fleet import Member, Relay, Rollout, Trainer
+from laminar_hpc.control.fleet import Member, Rollout, Trainer
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import Training
 from laminar_hpc.control.waits import describe_waits
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.policy.chain import chain_order
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.policy.staleness import staleness
-from laminar_hpc.protocol.commands import Command, EndJob, Publish, Release
+from laminar_hpc.protocol.commands import Attach, Command, EndJob, Publish
 from laminar_hpc.protocol.events import (
     CameFromTool,
     Event,
     Finished,
     JobFailed,
+    LinkStalled,
     Loaded,
     Published,
     RankEvent,
+    RankHeard,
     RankLost,
     RelayHolds,
     RelayReady,
     RolloutReady,
+    SpareReady,
     StopRequested,
     Streamed,
     Trained,
@@ -59,7 +64,7 @@ from laminar_hpc.protocol.trajectory import State
 __all__ = ["Controller", "Settings"]
 
 Handler = Callable[[Any, Any, float], list[Command]]
-Ready = TrainerReady | RelayReady | RolloutReady
+Ready = TrainerReady | RelayReady | SpareReady | RolloutReady
 
 FRUITLESS_GROUPS = 100
 """So many discarded groups in a row, and four steps' worth, mean that the task's grading is broken."""
@@ -73,8 +78,11 @@ Where one group in a hundred has different rewards, 1000 without one come with a
 READY_ROLES: dict[type[Event], Role] = {
     TrainerReady: Role.TRAINER,
     RelayReady: Role.RELAY,
+    SpareReady: Role.SPARE,
     RolloutReady: Role.ROLLOUT,
 }
+
+RELAY_TIER = (Role.RELAY, Role.SPARE)
 
 
 class Controller:
@@ -92,7 +100,6 @@ class Controller:
         self._handlers: dict[type[Event], tuple[Role, Handler]] = {
             Published: (Role.TRAINER, self._published),
             Trained: (Role.TRAINER, self._trained),
-            RelayHolds: (Role.RELAY, self._relay_holds),
             Loaded: (Role.ROLLOUT, self._loaded),
             Streamed: (Role.ROLLOUT, self._streamed),
             Finished: (Role.ROLLOUT, self._finished),
@@ -119,21 +126,30 @@ class Controller:
         return commands
 
     def _from_rank(self, event: RankEvent, now: float) -> list[Command]:
+        role = self._role_of(event.rank)
         if isinstance(event, Ready):
-            return self._ready(event, now)
-        member = self._state.fleet.members.get(event.rank)
-        if member is None:
+            return self._ready(event, role, now)
+        if role is None:
             if isinstance(event, RankLost):
                 return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
             raise ProtocolError(f"{_describe(event)} came from a rank that has never reported")
+        if role in RELAY_TIER:
+            return self._from_relay(event, role, now)
+        member = self._state.fleet.members[event.rank]
         if event.incarnation != member.incarnation or not member.alive:
             return []
         if isinstance(event, RankLost):
             return self._lost(event, member, now)
-        role, handler = self._handlers[type(event)]
-        if member.role is not role:
-            raise ProtocolError(f"{_describe(event)} came from a {member.role.value}, only a {role.value} sends it")
+        sender, handler = self._handlers.get(type(event), (Role.RELAY, None))
+        if handler is None or role is not sender:
+            raise ProtocolError(f"{_describe(event)} came from a {role.value}, only a {sender.value} sends it")
         return handler(event, member, now)
+
+    def _role_of(self, rank: int) -> Role | None:
+        member, relays = self._state.fleet.members.get(rank), self._state.distribution.relays
+        if member is not None:
+            return member.role
+        return (Role.SPARE if relays[rank].spare else Role.RELAY) if rank in relays else None
 
     def _proceed(self, now: float) -> list[Command]:
         """The next step and work for waiting rollouts, as far as they have become possible, whatever the event was."""
@@ -171,21 +187,22 @@ class Controller:
 
     # --- ranks come and go ------------------------------------------------------------------------------------------
 
-    def _ready(self, event: Ready, now: float) -> list[Command]:
+    def _ready(self, event: Ready, known: Role | None, now: float) -> list[Command]:
         role = READY_ROLES[type(event)]
+        if known is not None and known is not role and not (known in RELAY_TIER and role in RELAY_TIER):
+            raise ProtocolError(f"{_describe(event)} came from a {known.value}")
+        if isinstance(event, RelayReady):
+            return self._carry_on(self._state.distribution.relay_ready(event, now), now)
+        if isinstance(event, SpareReady):
+            return self._state.distribution.spare_ready(event)
         member = self._state.fleet.members.get(event.rank)
-        if member is not None and member.role is not role:
-            raise ProtocolError(f"{_describe(event)} came from a {member.role.value}")
         if member is not None and event.incarnation <= member.incarnation:
             return []
         if isinstance(event, RolloutReady):
             return self._rollout_ready(event, now)
         if member is not None:
             return self._end("failed", f"{role.value} rank {event.rank} was started again, its state is lost", now)
-        if isinstance(event, TrainerReady):
-            return self._trainer_ready(event)
-        self._state.fleet.add_relay(event)
-        return self._broadcasts()
+        return self._trainer_ready(event)
 
     def _trainer_ready(self, event: TrainerReady) -> list[Command]:
         fleet = self._state.fleet
@@ -196,14 +213,16 @@ class Controller:
         return [Publish(f"all {len(fleet.trainers)} trainers hold the checkpoint", version.id, 0)]
 
     def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
-        known = self._state.fleet.rollouts.get(event.rank)
+        state, known = self._state, self._state.fleet.rollouts.get(event.rank)
         commands = self._dispatcher.lost(known, now) if known is not None and known.alive else []
-        rollout = self._state.fleet.add_rollout(event)
-        self._state.work_has_appeared = True
+        rollout = state.fleet.add_rollout(event)
+        commands += state.distribution.rollout_ready(event)
+        state.work_has_appeared = True
         return commands + self._dispatcher.consider(rollout, now)
 
     def _lost(self, event: RankLost, member: Member, now: float) -> list[Command]:
         if isinstance(member, Rollout):
+            self._state.distribution.readers.lose(member.rank)
             return self._dispatcher.lost(member, now)
         return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
 
@@ -211,43 +230,61 @@ class Controller:
 
     def _published(self, event: Published, member: Trainer, now: float) -> list[Command]:
         state = self._state
-        if not state.versions.publish(event.version, member.rank, event.first_chunk, event.digests):
+        shares = state.versions.publish(event.version, member.rank, event.digests)
+        if shares is None:
             return []
         if self.settings.evaluates(state.versions[event.version].step):
             state.rounds.open(event.version, self.settings.evaluated_prompts)
-        return self._broadcasts() + self._experience.evict(now)
+        return state.distribution.published(event.version, shares, now) + self._experience.evict(now)
 
-    def _broadcasts(self) -> list[Command]:
-        fleet = self._state.fleet
-        if not fleet.all_relays:
-            return []
-        return [*self._state.versions.broadcasts(chain_order(fleet.relays))]
+    def _from_relay(self, event: RankEvent, role: Role, now: float) -> list[Command]:
+        distribution = self._state.distribution
+        match event:
+            case RelayHolds():
+                return self._relay_holds(event, now)
+            case LinkStalled():
+                commands = distribution.link_stalled(event, now)
+            case RankLost():
+                commands = distribution.relay_lost(event, now)
+            case RankHeard():
+                commands = distribution.rank_heard(event)
+            case _:
+                sender = self._handlers[type(event)][0]
+                raise ProtocolError(f"{_describe(event)} came from a {role.value}, only a {sender.value} sends it")
+        return self._carry_on(commands, now)
 
-    def _relay_holds(self, event: RelayHolds, relay: Relay, now: float) -> list[Command]:
+    def _relay_holds(self, event: RelayHolds, now: float) -> list[Command]:
         state = self._state
-        if event.version not in state.versions or not state.versions[event.version].broadcast:
-            raise ProtocolError(f"{_describe(event)} names version {event.version}, which was never broadcast")
-        commands: list[Command] = []
-        version = state.versions[event.version]
-        if relay.rank == chain_order(state.fleet.relays)[0] and not version.released:
-            version.released = True
-            commands.append(Release(f"the master relay, rank {relay.rank}, holds it", version.id))
-        if relay.version is None or version.id > relay.version:
-            relay.version = version.id
+        relay = state.distribution.relays[event.rank]
+        before = relay.version
+        commands = self._carry_on(state.distribution.relay_holds(event, now), now)
+        if relay.version != before:
             for rollout in state.fleet.under_relay(relay.rank):
                 commands += self._dispatcher.consider(rollout, now)
         return commands
 
+    def _carry_on(self, commands: list[Command], now: float) -> list[Command]:
+        """What follows from the distribution's commands: rollouts pull from their new relays; without relays the job ends."""
+        if commands and isinstance(commands[-1], EndJob):
+            ending = commands.pop()
+            assert isinstance(ending, EndJob)
+            return commands + self._end(ending.outcome, ending.reason, now)
+        for command in commands[:]:
+            if isinstance(command, Attach):
+                commands += self._dispatcher.attached(self._state.fleet.rollouts[command.rank], now)
+        return commands
+
     def _loaded(self, event: Loaded, rollout: Rollout, now: float) -> list[Command]:
+        state = self._state
         if rollout.loading is None or (rollout.version is not None and event.version <= rollout.version):
             return []
-        versions = self._state.versions
-        if event.version < rollout.loading or event.version not in versions or not versions[event.version].broadcast:
+        if not state.fleet.accepts(rollout, event.version) or not state.distribution.was_broadcast(event.version):
             raise ProtocolError(
                 f"{_describe(event)} names version {event.version}, where {rollout.loading} or a newer one was due"
             )
-        self._state.fleet.finish_loading(rollout, event.version)
-        self._state.work_has_appeared |= self._dispatcher.refreshes_together
+        if not state.fleet.finish_loading(rollout, event.version):
+            return []
+        state.work_has_appeared |= self._dispatcher.refreshes_together
         return self._dispatcher.consider(rollout, now)
 
     # --- trajectories and steps -------------------------------------------------------------------------------------
@@ -294,7 +331,15 @@ class Controller:
         """Whether every rank has reported and the first version is published."""
         fleet = self._state.fleet
         published = self._state.versions.newest_published is not None
-        return fleet.all_trainers and fleet.all_relays and fleet.all_rollouts and published
+        relays = self._state.distribution.relays
+        return fleet.all_trainers and relays.missing == 0 and fleet.all_rollouts and published
+
+    def incarnation_of(self, rank: int) -> int:
+        """The incarnation of `rank` that is listened to, 0 where it has not reported: whoever notices its loss names it."""
+        member, relays = self._state.fleet.members.get(rank), self._state.distribution.relays
+        if member is not None:
+            return member.incarnation
+        return relays[rank].incarnation if rank in relays else 0
 
     @property
     def rollouts_busy(self) -> int:

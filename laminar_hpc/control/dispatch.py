@@ -71,11 +71,19 @@ class Dispatcher:
 
     def consider(self, rollout: Rollout, now: float) -> list[Command]:
         """Weights or work for one rollout whose situation has changed."""
-        if not rollout.alive or rollout.loading is not None:
+        if not rollout.alive:
             return []
+        if rollout.loading is not None:
+            return self._pull_again(rollout) if rollout.pull_due else []
         if rollout.trajectories and not self._may_add(rollout):
             return []
         return self._refresh(rollout) or self._give([rollout], now)
+
+    def attached(self, rollout: Rollout, now: float) -> list[Command]:
+        """The rollout pulls from another relay from now on; what it was to pull from the old one it pulls from that."""
+        if rollout.loading is not None:
+            self._state.fleet.void_pull(rollout)
+        return self.consider(rollout, now)
 
     def _may_add(self, rollout: Rollout) -> bool:
         """Whether there can be anything for a rollout that is in the middle of its work."""
@@ -131,10 +139,19 @@ class Dispatcher:
             return []
         if version is not None and (state.pool.has_orphans(version) or self._evaluates(version)):
             return []
-        state.fleet.start_loading(rollout, newer)
-        held = "no weights" if version is None else f"version {version}"
-        reason = f"nothing in progress, holds {held}, relay {rollout.relay} holds {newer}"
-        return [Pull(reason, rollout.rank, rollout.incarnation, newer)]
+        return [self._pull(rollout, newer, "nothing in progress")]
+
+    def _pull_again(self, rollout: Rollout) -> list[Command]:
+        """The command to load from another relay than the one it was to load from, as soon as that has something for it."""
+        newer = self._state.fleet.newer_at_relay(rollout)
+        return [] if newer is None else [self._pull(rollout, newer, "its relay has changed")]
+
+    def _pull(self, rollout: Rollout, newer: int, why: str) -> Pull:
+        self._state.fleet.start_loading(rollout, newer)
+        held = "no weights" if rollout.version is None else f"version {rollout.version}"
+        relay = self._state.distribution.readers.relay_rank(rollout.rank)
+        reason = f"{why}, holds {held}, relay {relay} holds {newer}"
+        return Pull(reason, rollout.rank, rollout.incarnation, newer)
 
     def _evaluates(self, version: int) -> bool:
         return self._state.rounds.drawable(version) is not None and (self._alone or version == self._together)

@@ -1,9 +1,13 @@
-"""The ranks: which incarnation of each is current, which weights it holds, what it does.
+"""Trainers and rollouts: which incarnation of each is current, which weights it holds, what it does.
 
 A rollout:
 
     EMPTY (no weights) -> LOADING -> HOLDING version v, idle or with trajectories -> (idle only) LOADING -> ...
     any -> LOST -> EMPTY in a higher incarnation
+
+While it is LOADING its relay may be lost, and the `Pull` with it: `void_pull`, and then another one, `start_loading` again, as
+soon as its new relay has something for it. The answer to the first may be on its way all the same; whichever answer satisfies
+the last `Pull` ends LOADING, since a rollout takes no second `Pull` for what it has.
 
 Invariants: only the current incarnation of a rank is listened to, and incarnations only rise. A rollout's version never
 falls within an incarnation. It loads only while it has no trajectory. `holders(v)` are the rollouts that hold v and are
@@ -14,9 +18,10 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar_hpc.control.readers import Readers
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.policy.roles import Role
-from laminar_hpc.protocol.events import RelayReady, RolloutReady, TrainerReady
+from laminar_hpc.protocol.events import RolloutReady, TrainerReady
 
 
 class Member(msgspec.Struct, eq=False):
@@ -34,21 +39,18 @@ class Trainer(Member, eq=False, kw_only=True):
     index: int
 
 
-class Relay(Member, eq=False, kw_only=True):
-    """A relay and the newest version it holds complete."""
-
-    node: str
-    version: int | None = None
-
-
 class Rollout(Member, eq=False, kw_only=True):
-    """A rollout: the version it holds, the one it was asked to load, the trajectories it owns in order of assignment."""
+    """A rollout: the version it holds, the trajectories it owns in order of assignment.
 
-    node: str
-    relay: int
+    `loading` is the version that its last `Pull` named. `pull_due`: that one is void, and another one is to be sent; `voided`:
+    the lowest version that a void one named, whose answer may still come.
+    """
+
     concurrency: int
     version: int | None = None
     loading: int | None = None
+    pull_due: bool = False
+    voided: int | None = None
     trajectories: dict[int, None] = {}
 
     @property
@@ -58,19 +60,19 @@ class Rollout(Member, eq=False, kw_only=True):
 
 
 class Fleet:
-    """All ranks that have reported, with indexes so that no event looks at all of them."""
+    """All trainers and rollouts that have reported, with indexes so that no event looks at all of them."""
 
-    def __init__(self, trainers: int, relays: int, rollouts: int) -> None:
-        self._expected = {Role.TRAINER: trainers, Role.RELAY: relays, Role.ROLLOUT: rollouts}
+    def __init__(self, trainers: int, rollouts: int, readers: Readers) -> None:
+        """`readers` knows what each rollout reads from."""
+        self._expected = {Role.TRAINER: trainers, Role.ROLLOUT: rollouts}
+        self._readers = readers
         self.members: dict[int, Member] = {}
         self.trainers: dict[int, Trainer] = {}
-        self.relays: dict[int, Relay] = {}
         self.rollouts: dict[int, Rollout] = {}
         self.idle: dict[int, Rollout] = {}
         self.alive_rollouts = 0
         self.busy_rollouts = 0
         self._holders: dict[int, dict[int, Rollout]] = {}
-        self._under_relay: dict[int, dict[int, Rollout]] = {}
 
     @property
     def all_trainers(self) -> bool:
@@ -78,18 +80,13 @@ class Fleet:
         return len(self.trainers) == self._expected[Role.TRAINER]
 
     @property
-    def all_relays(self) -> bool:
-        """Whether every relay has reported."""
-        return len(self.relays) == self._expected[Role.RELAY]
-
-    @property
     def all_rollouts(self) -> bool:
         """Whether every rollout has reported at least once; it may be lost since."""
         return len(self.rollouts) >= self._expected[Role.ROLLOUT]
 
     def missing(self, role: Role) -> int:
-        """How many ranks of this role have never reported."""
-        known = {Role.TRAINER: len(self.trainers), Role.RELAY: len(self.relays), Role.ROLLOUT: len(self.rollouts)}
+        """How many trainers or rollouts have never reported."""
+        known = {Role.TRAINER: len(self.trainers), Role.ROLLOUT: len(self.rollouts)}
         return max(0, self._expected[role] - known[role])
 
     def add_trainer(self, event: TrainerReady) -> None:
@@ -103,28 +100,10 @@ class Fleet:
         trainer = Trainer(event.rank, event.incarnation, Role.TRAINER, index=event.trainer)
         self.members[event.rank] = self.trainers[event.rank] = trainer
 
-    def add_relay(self, event: RelayReady) -> None:
-        """A relay has reported for the first time."""
-        if self.all_relays:
-            raise ProtocolError(f"rank {event.rank} reports as a relay, but all {len(self.relays)} have reported")
-        relay = Relay(event.rank, event.incarnation, Role.RELAY, node=event.node)
-        self.members[event.rank] = self.relays[event.rank] = relay
-
     def add_rollout(self, event: RolloutReady) -> Rollout:
         """A rollout has reported, for the first time or in a new incarnation after `lose`; it holds no weights."""
-        rollout = Rollout(
-            event.rank,
-            event.incarnation,
-            Role.ROLLOUT,
-            node=event.node,
-            relay=event.relay,
-            concurrency=event.concurrency,
-        )
-        known = self.rollouts.get(event.rank)
-        if known is not None:
-            self._under_relay[known.relay].pop(event.rank)
+        rollout = Rollout(event.rank, event.incarnation, Role.ROLLOUT, concurrency=event.concurrency)
         self.members[event.rank] = self.rollouts[event.rank] = rollout
-        self._under_relay.setdefault(event.relay, {})[event.rank] = rollout
         self.alive_rollouts += 1
         return rollout
 
@@ -137,28 +116,45 @@ class Fleet:
         return self.alive_rollouts > 0 and len(self._holders.get(version, ())) == self.alive_rollouts
 
     def under_relay(self, relay: int) -> list[Rollout]:
-        """The rollouts that pull from this relay."""
-        return list(self._under_relay.get(relay, {}).values())
+        """The rollouts that pull from this relay now."""
+        return [self.rollouts[rank] for rank in self._readers.of(relay)]
 
     def newer_at_relay(self, rollout: Rollout) -> int | None:
-        """The version at the rollout's relay, if it is newer than the rollout's own."""
-        relay = self.relays.get(rollout.relay)
+        """The version at the relay that the rollout pulls from now, if it is newer than the rollout's own."""
+        relay = self._readers.relay_of(rollout.rank)
         if relay is None or relay.version is None:
             return None
         return relay.version if rollout.version is None or relay.version > rollout.version else None
 
     def start_loading(self, rollout: Rollout, version: int) -> None:
-        """The rollout was asked to load `version` or a newer one."""
+        """The rollout was asked to load `version` or a newer one, for the first time or after `void_pull`."""
         assert not rollout.trajectories, f"rollout {rollout.rank} has {len(rollout.trajectories)} trajectories"
         self._leave_version(rollout)
         rollout.loading = version
+        rollout.pull_due = False
 
-    def finish_loading(self, rollout: Rollout, version: int) -> None:
-        """The rollout holds `version` now."""
-        rollout.loading = None
+    def void_pull(self, rollout: Rollout) -> None:
+        """The relay that the rollout was to load from is another one now; it has to be asked again."""
+        assert rollout.loading is not None, f"rollout {rollout.rank} loads nothing"
+        if not rollout.pull_due:
+            rollout.voided = rollout.loading if rollout.voided is None else min(rollout.voided, rollout.loading)
+        rollout.pull_due = True
+
+    def accepts(self, rollout: Rollout, version: int) -> bool:
+        """Whether `version` answers one of the rollout's pulls, void ones included."""
+        assert rollout.loading is not None, f"rollout {rollout.rank} loads nothing"
+        return version >= rollout.loading or (rollout.voided is not None and version >= rollout.voided)
+
+    def finish_loading(self, rollout: Rollout, version: int) -> bool:
+        """The rollout holds `version` now; False where a newer `Pull` is still to be answered: then it goes on loading."""
+        assert rollout.loading is not None, f"rollout {rollout.rank} loads nothing"
         rollout.version = version
+        if not rollout.pull_due and version < rollout.loading:
+            return False
+        rollout.loading, rollout.pull_due, rollout.voided = None, False, None
         self._holders.setdefault(version, {})[rollout.rank] = rollout
         self.idle[rollout.rank] = rollout
+        return True
 
     def assign(self, rollout: Rollout, trajectory: int) -> None:
         """The rollout owns one trajectory more."""
@@ -182,7 +178,8 @@ class Fleet:
         self.alive_rollouts -= 1
         self._leave_version(rollout)
         rollout.alive = False
-        rollout.version = rollout.loading = None
+        rollout.version = rollout.loading = rollout.voided = None
+        rollout.pull_due = False
         rollout.trajectories = {}
         return orphans
 

@@ -13,7 +13,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompts` counts groups of a step, `train_prompts` and `held_out_prompts` different prompts that the task has.
     `trainers`, `relays` and `rollouts` count ranks, `replicas` the copies of the model that the trainers hold together (None:
-    one each). `attempt` and `first_version` make version ids differ between attempts.
+    one each). `attempt` and `first_version` make version ids differ between attempts. `trainer_nodes` are the keys of the
+    trainers' nodes, `switches` has the switch of each node where that is known; `relay_timeout_s` is the config's.
     """
 
     mode: str
@@ -37,6 +38,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     first_version: int = 0
     replicas: int | None = None
     dynamic_sampling: bool = False
+    trainer_nodes: list[str] = []
+    switches: dict[str, str] = {}
+    relay_timeout_s: float = 5.0
 
     @property
     def pipeline(self) -> Mode:

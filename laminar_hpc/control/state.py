@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from laminar_hpc.control.buffer import Buffer
+from laminar_hpc.control.distribution import Distribution
 from laminar_hpc.control.evaluation import Rounds
 from laminar_hpc.control.fleet import Fleet
 from laminar_hpc.control.pool import TrajectoryPool
 from laminar_hpc.control.prompts import PromptLedger
+from laminar_hpc.control.relays import Relays
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.versions import Versions
 from laminar_hpc.policy.sampling import make_eviction, make_sampler
@@ -22,7 +24,9 @@ class JobState:
         self.pool = TrajectoryPool()
         self.buffer = Buffer(make_sampler(settings.sampler), make_eviction(settings.eviction, settings.max_staleness))
         self.versions = Versions(settings.attempt, settings.first_version, settings.trainers)
-        self.fleet = Fleet(settings.trainers, settings.relays, settings.rollouts)
+        relays = Relays(settings.relays, settings.trainer_nodes, settings.switches)
+        self.distribution = Distribution(relays, settings.relay_timeout_s)
+        self.fleet = Fleet(settings.trainers, settings.rollouts, self.distribution.readers)
         self.rounds = Rounds()
         self.work_has_appeared = False
         """There may be work for rollouts that were given none when they asked."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import Step, Training
-from laminar_hpc.policy.chain import chain_order
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.protocol.trajectory import State
 
@@ -25,8 +24,12 @@ def describe_waits(state: JobState, training: Training) -> list[str]:
 
 def _start(state: JobState) -> list[str]:
     lines = []
-    for role in (Role.TRAINER, Role.RELAY, Role.ROLLOUT):
-        missing = state.fleet.missing(role)
+    counts = {
+        Role.TRAINER: state.fleet.missing(Role.TRAINER),
+        Role.RELAY: state.distribution.relays.missing,
+        Role.ROLLOUT: state.fleet.missing(Role.ROLLOUT),
+    }
+    for role, missing in counts.items():
         if missing:
             lines.append(f"the job waits for {missing} more {role.value} ranks to report")
     return lines
@@ -57,13 +60,14 @@ def _step(state: JobState, step: Step) -> str:
 
 
 def _weights(state: JobState) -> list[str]:
-    newest = state.versions.newest_published
-    if newest is None or not state.versions[newest].broadcast:
-        return []
-    chain = chain_order(state.fleet.relays)
-    held = [state.fleet.relays[rank].version for rank in chain]
-    late = [rank for rank, version in zip(chain, held, strict=True) if version is None or version < newest]
-    return [f"version {newest} is on its way to relay ranks {_join(late)} (chain {_join(chain)})"] if late else []
+    lines = []
+    for version, late, chain in state.distribution.late():
+        lines.append(f"version {version} is on its way to relay ranks {_join(late)} (chain {_join(chain)})")
+    for relay in state.distribution.relays.called:
+        lines.append(
+            f"node {relay.node} waits for rank {relay.rank} to report as its relay, incarnation {relay.incarnation}"
+        )
+    return lines
 
 
 def _evaluation(state: JobState) -> list[str]:
@@ -81,10 +85,13 @@ def _rollout(state: JobState, rollout: Rollout) -> str:
     name = f"rollout {rollout.rank}"
     if not rollout.alive:
         return f"{name} is lost and waited for"
+    relay = state.distribution.readers.relay_rank(rollout.rank)
+    if rollout.pull_due:
+        return f"{name} waits for a version that it can load at relay {relay}"
     if rollout.loading is not None:
-        return f"{name} loads version {rollout.loading} from relay {rollout.relay}"
+        return f"{name} loads version {rollout.loading} from relay {relay}"
     if rollout.version is None:
-        return f"{name} waits for the first version at relay {rollout.relay}"
+        return f"{name} waits for the first version at relay {relay}"
     if not rollout.trajectories:
         return f"{name} is idle under version {rollout.version}"
     at_tool = sum(state.pool.trajectories[id].state is State.AT_TOOL for id in rollout.trajectories)

@@ -16,6 +16,7 @@ class Role(str, Enum):
     TRAINER = "trainer"
     RELAY = "relay"
     ROLLOUT = "rollout"
+    SPARE = "spare"
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -30,27 +31,31 @@ class Placement(msgspec.Struct, frozen=True):
     relay_rank: int | None = None
 
 
-def assign(node_of_rank: list[str], trainers: int, relays: int, rollouts: int) -> list[Placement]:
+def assign(node_of_rank: list[str], trainers: int, relays: int, rollouts: int, spares: int = 0) -> list[Placement]:
     """The placement of each rank, in rank order; `node_of_rank` has a key of the node of each rank.
 
     Rank 0 is the manager. Of the distinct nodes, in the order in which the ranks name them, the last `relays` are rollout
-    nodes. On each of these the first free rank is its relay, and `rollouts / relays` ranks stay free for its rollouts.
-    Trainers take the first ranks, in rank order, that are left by that. ConfigError, one line, where it does not add up.
+    nodes. On each of these the first free rank is its relay, the last `spares` ranks are its spares, and `rollouts / relays`
+    ranks stay free for its rollouts. Trainers take the first ranks, in rank order, that are left by that. ConfigError, one
+    line, where it does not add up.
     """
-    rollout_nodes = _rollout_nodes(node_of_rank, trainers, relays, rollouts)
+    rollout_nodes = _rollout_nodes(node_of_rank, trainers, relays, rollouts, spares)
     share = rollouts // relays
-    spare = _spare(node_of_rank, rollout_nodes, share)
+    surplus = _surplus(node_of_rank, rollout_nodes, share, spares)
     relay_of_node = _relays(node_of_rank, rollout_nodes)
+    spare_ranks = _spares(node_of_rank, rollout_nodes, spares)
     roles = []
     for rank, node in enumerate(node_of_rank):
         if rank == 0:
             roles.append(Role.MANAGER)
         elif relay_of_node.get(node) == rank:
             roles.append(Role.RELAY)
-        elif node not in spare:
+        elif rank in spare_ranks:
+            roles.append(Role.SPARE)
+        elif node not in surplus:
             roles.append(Role.TRAINER)
-        elif spare[node] > 0:
-            spare[node] -= 1
+        elif surplus[node] > 0:
+            surplus[node] -= 1
             roles.append(Role.TRAINER)
         else:
             roles.append(Role.ROLLOUT)
@@ -59,15 +64,16 @@ def assign(node_of_rank: list[str], trainers: int, relays: int, rollouts: int) -
     return _number(roles, node_of_rank, relay_of_node)
 
 
-def _rollout_nodes(node_of_rank: list[str], trainers: int, relays: int, rollouts: int) -> list[str]:
+def _rollout_nodes(node_of_rank: list[str], trainers: int, relays: int, rollouts: int, spares: int) -> list[str]:
     if relays < 1 or rollouts % relays:
         raise ConfigError(
             f"job.rollouts must be a multiple of job.relays, which is at least 1, got {rollouts} and {relays}"
         )
-    needed = 1 + trainers + relays + rollouts
+    needed = 1 + trainers + relays * (1 + spares) + rollouts
     if len(node_of_rank) != needed:
+        also = f", {relays * spares} spares" if spares else ""
         raise ConfigError(
-            f"the job needs {needed} ranks (1 manager, {trainers} trainers, {relays} relays, {rollouts} rollouts), "
+            f"the job needs {needed} ranks (1 manager, {trainers} trainers, {relays} relays, {rollouts} rollouts{also}), "
             f"got {len(node_of_rank)}"
         )
     nodes = list(dict.fromkeys(node_of_rank))
@@ -86,19 +92,29 @@ def _relays(node_of_rank: list[str], rollout_nodes: list[str]) -> dict[str, int]
     return relays
 
 
-def _spare(node_of_rank: list[str], rollout_nodes: list[str], share: int) -> dict[str, int]:
-    """Ranks of each rollout node that neither its relay, nor its rollouts, nor the manager take."""
-    spare = {}
+def _spares(node_of_rank: list[str], rollout_nodes: list[str], spares: int) -> set[int]:
+    """The last ranks of each rollout node, `spares` of them."""
+    found: set[int] = set()
     for node in rollout_nodes:
         ranks = [rank for rank, place in enumerate(node_of_rank) if place == node]
-        taken = 1 + share + (ranks[0] == 0)
+        found.update(ranks[len(ranks) - spares :])
+    return found
+
+
+def _surplus(node_of_rank: list[str], rollout_nodes: list[str], share: int, spares: int) -> dict[str, int]:
+    """Ranks of each rollout node that neither its relay, its spares, its rollouts, nor the manager take."""
+    surplus = {}
+    for node in rollout_nodes:
+        ranks = [rank for rank, place in enumerate(node_of_rank) if place == node]
+        taken = 1 + share + spares + (ranks[0] == 0)
         if len(ranks) < taken:
             manager = "1 manager, " if ranks[0] == 0 else ""
+            also = f", {spares} spares" if spares else ""
             raise ConfigError(
-                f"node {node} needs at least {taken} ranks ({manager}1 relay, {share} rollouts), got {len(ranks)}"
+                f"node {node} needs at least {taken} ranks ({manager}1 relay, {share} rollouts{also}), got {len(ranks)}"
             )
-        spare[node] = len(ranks) - taken
-    return spare
+        surplus[node] = len(ranks) - taken
+    return surplus
 
 
 def _number(roles: list[Role], node_of_rank: list[str], relay_of_node: dict[str, int]) -> list[Placement]:

@@ -60,26 +60,67 @@ class Publish(Command, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The part of an image that one trainer publishes: `chunks` of them from `first_chunk` on, fetched from `rank`."""
+    """Digests of trainer `rank`'s shard: one of its part of each chunk that has one, in order ("": verification is off)."""
 
     rank: int
-    first_chunk: int
-    chunks: int
+    digests: bytes
 
 
 class Broadcast(Command, frozen=True):
-    """The relays fetch `version`: the first of `chain` from the trainers, each other one from the one before it."""
+    """The relays fetch `version`: the first of `chain` from the trainers, each other one from the one before it.
+
+    Sent again with another chain when the chain changes: each relay goes on with the chunks that it has.
+    """
 
     version: int
     chain: list[int]
     shares: list[Share]
-    digests: bytes
+
+
+class Drop(Command, frozen=True):
+    """Relays that do not hold `version` complete give it up: a newer one has overtaken it, or nobody has all of it."""
+
+    version: int
 
 
 class Release(Command, frozen=True):
-    """The trainers may reuse the memory of `version`: the master relay holds it."""
+    """The trainers may reuse the memory of `version`: no relay will fetch it from them any more."""
 
     version: int
+
+
+class Forget(Command, frozen=True):
+    """Rank `rank` is gone: all others forget what it had borrowed, asked for and was being sent."""
+
+    rank: int
+
+
+class Sever(Command, frozen=True):
+    """Nothing comes from relay `source` to relay `rank`: both forget what is between them, and each goes on with the others."""
+
+    source: int
+    rank: int
+
+
+class Attach(Command, frozen=True):
+    """Rollout `rank` pulls from relay `relay` from now on: out of its memory, or, `remote`, chunk by chunk from another node."""
+
+    rank: int
+    relay: int
+    remote: bool
+
+
+class TakeOver(Command, frozen=True):
+    """The spare `rank` becomes the relay of its node."""
+
+    rank: int
+
+
+class Readmit(Command, frozen=True):
+    """Relay `rank`, taken for lost, speaks again: it begins anew, empty, as `incarnation`."""
+
+    rank: int
+    incarnation: int
 
 
 class TrajectoryOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,4 +215,21 @@ class EndJob(Command, frozen=True):
     outcome: str
 
 
-AnyCommand = Generate | Pull | Train | Publish | Broadcast | Release | Settle | ReportStep | ReportEvaluation | EndJob
+AnyCommand = (
+    Generate
+    | Pull
+    | Train
+    | Publish
+    | Broadcast
+    | Drop
+    | Release
+    | Forget
+    | Sever
+    | Attach
+    | TakeOver
+    | Readmit
+    | Settle
+    | ReportStep
+    | ReportEvaluation
+    | EndJob
+)

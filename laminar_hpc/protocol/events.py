@@ -34,6 +34,16 @@ class RelayReady(RankEvent, frozen=True):
     node: str
 
 
+class SpareReady(RankEvent, frozen=True):
+    """A spare waits on `node` to take over from a lost relay."""
+
+    node: str
+
+
+class RankHeard(RankEvent, frozen=True):
+    """A rank that was taken for lost has spoken again."""
+
+
 class RolloutReady(RankEvent, frozen=True):
     """A rollout's engine is up, without weights.
 
@@ -46,22 +56,33 @@ class RolloutReady(RankEvent, frozen=True):
 
 
 class Published(RankEvent, frozen=True):
-    """A trainer holds its share of version `version`, ready to be fetched.
+    """A trainer holds its shard of version `version`, ready to be fetched.
 
-    `digests` has 8 bytes for each chunk of the share, in order; `seconds` is how long the trainer's worker stood still.
+    `digests` has 8 bytes for the part of each chunk that is in the shard, in order (none where verification is off);
+    `seconds` is how long the trainer's worker stood still.
     """
 
     version: int
-    first_chunk: int
     digests: bytes
     seconds: float
 
 
 class RelayHolds(RankEvent, frozen=True):
-    """A relay holds version `version` complete and checked."""
+    """A relay holds version `version` complete and checked, `seconds` after it was told of it.
+
+    `digest` is that of the whole image, "" where verification is off.
+    """
 
     version: int
     seconds: float
+    digest: bytes
+
+
+class LinkStalled(RankEvent, frozen=True):
+    """A relay waits for chunks of `version`, and `source`, which it asked for them, has sent none for too long."""
+
+    version: int
+    source: int
 
 
 class Loaded(RankEvent, frozen=True):
@@ -162,9 +183,12 @@ class JobFailed(Event, frozen=True):
 AnyEvent = (
     TrainerReady
     | RelayReady
+    | SpareReady
+    | RankHeard
     | RolloutReady
     | Published
     | RelayHolds
+    | LinkStalled
     | Loaded
     | Streamed
     | Finished

@@ -90,7 +90,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 class Manifest(Message, frozen=True):
     """The layout of a weight image: tensors in canonical order, each at its byte offset.
 
-    Chunks are `chunk_bytes` long, the last one shorter.
+    Chunks are `chunk_bytes` long, the last one shorter. Where that is 0 it is not chosen yet, and all is one chunk.
     """
 
     tensors: list[TensorEntry]
@@ -100,11 +100,45 @@ class Manifest(Message, frozen=True):
     @property
     def chunks(self) -> int:
         """Number of chunks (at least 1, also for an empty image)."""
-        return max(1, -(-self.nbytes // self.chunk_bytes))
+        return max(1, -(-self.nbytes // self.chunk_bytes)) if self.chunk_bytes else 1
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """First byte and byte after the last one of chunk `chunk`."""
-        return chunk * self.chunk_bytes, min(self.nbytes, (chunk + 1) * self.chunk_bytes)
+        size = self.chunk_bytes or self.nbytes
+        return chunk * size, min(self.nbytes, (chunk + 1) * size)
+
+
+class Tile(msgspec.Struct, frozen=True):
+    """Bytes of the image in runs: `runs` runs of `run_bytes` bytes, the first at `offset`, each `stride` bytes after the last.
+
+    Numbered from 0 in this order, the holder has `nbytes` of them from `first` on, and has them contiguous. A whole
+    tensor, or rows of it, is one run; columns of a matrix have a run in each row.
+    """
+
+    offset: int
+    run_bytes: int
+    runs: int
+    stride: int
+    first: int
+    nbytes: int
+
+
+class Shard(Message, frozen=True):
+    """What trainer `rank` publishes of every version: the bytes of `tiles`, one tile after the other.
+
+    The tiles are in the image's order and do not interleave: each ends, in the image, before the next one begins. So what
+    lies in one chunk of the image is contiguous in the shard too (weights/reshard.py).
+    """
+
+    rank: int
+    tiles: list[Tile]
+
+
+class Layout(Message, frozen=True):
+    """From the manager to all ranks, once every trainer has its model: the image, its chunks, and who publishes what of it."""
+
+    manifest: Manifest
+    shards: list[Shard]
 
 
 class Rendezvous(Message, frozen=True):
@@ -115,23 +149,89 @@ class Rendezvous(Message, frozen=True):
 
 
 class ChunkRequest(Message, frozen=True):
-    """A relay asks the one before it (or a trainer) for a chunk, and has posted the receive for it under `tag`."""
+    """`rank` asks a relay for a chunk, or a trainer for its part of one; it has posted the receive, which `ticket` describes.
+
+    The ticket is the transport's: it says how the sender finds the receiver's memory. `epoch` is that of the last loss that
+    concerned the two (`Lost`, `Readmitted`), 0 at first.
+    """
 
     rank: int
     version: int
     chunk: int
-    tag: int
+    ticket: bytes
+    epoch: int = 0
+
+
+class ChunkSent(Message, frozen=True):
+    """The answer to a request, together with the bytes: the chunk's digest ("" where verification is off)."""
+
+    rank: int
+    version: int
+    chunk: int
+    digest: bytes
+
+
+class ChunkGone(Message, frozen=True):
+    """The answer to a request that `rank` will never serve: it has not got that version any more, or has given it up."""
+
+    rank: int
+    version: int
+    chunk: int
+
+
+class Lost(Message, frozen=True):
+    """From the manager: `rank` counts as gone. Whatever it had borrowed, asked for or was being sent is void.
+
+    `epoch` counts losses: what `rank` asks for after this one carries it, and what it had asked for before does not.
+    """
+
+    rank: int
+    epoch: int
+
+
+class Readmitted(Message, frozen=True):
+    """From the manager to a relay that was taken for lost and speaks again: begin anew, empty, as `incarnation`."""
+
+    incarnation: int
+    epoch: int
+
+
+class MeasureLink(Message, frozen=True):
+    """From the manager to a relay: measure the link from relay `source`."""
+
+    source: int
+
+
+class ProbeRequest(Message, frozen=True):
+    """A relay asks another one for `nbytes` bytes of no meaning, to measure the link; the receive is posted (`ticket`)."""
+
+    rank: int
+    nbytes: int
+    ticket: bytes
+
+
+class LinkMeasured(Message, frozen=True):
+    """What a relay measured: a transfer of n bytes from `source` takes `startup_s + n * byte_s` seconds."""
+
+    rank: int
+    source: int
+    startup_s: float
+    byte_s: float
 
 
 class LeaseRequest(Message, frozen=True):
-    """A rollout asks its relay for the newest image, `version` at least."""
+    """A rollout asks a relay for the newest image, `version` at least."""
 
     rank: int
     version: int
 
 
 class Lease(Message, frozen=True):
-    """A relay lends the image of `version`: the bytes from `offset` on in the memory at `path`, not written until given back."""
+    """A relay lends the image of `version`: the bytes from `offset` on in the memory at `path`, not written until given back.
+
+    A rollout on another node cannot map that memory; it asks for the chunks instead, and gives the lease back when it has
+    them all.
+    """
 
     version: int
     path: str
@@ -275,9 +375,13 @@ class StartTrainer(Message, frozen=True):
 
 
 class TrainerUp(Message, frozen=True):
-    """The trainer holds the checkpoint. The manifest is the same on all trainers."""
+    """The trainer holds the checkpoint. The manifest is the same on all trainers; `tiles` are what this one publishes.
+
+    The manifest's `chunk_bytes` is 0: it is chosen when the links are measured (`Layout`).
+    """
 
     manifest: Manifest
+    tiles: list[Tile]
     seconds: float
 
 
@@ -305,20 +409,17 @@ class TrainedOn(Message, frozen=True):
 
 
 class WriteWeights(Message, frozen=True):
-    """Copy chunks `first_chunk` to `first_chunk + chunks` of the image to `offset` of the memory at `path`."""
+    """Copy the shard, all its tiles, to `offset` of the memory at `path`."""
 
     version: int
     path: str
     offset: int
-    first_chunk: int
-    chunks: int
 
 
 class WeightsWritten(Message, frozen=True):
-    """The share is written; `DIGEST_BYTES` of digest a chunk."""
+    """The shard is written; `seconds` is how long the worker stood still for it."""
 
     version: int
-    digests: bytes
     seconds: float
 
 
@@ -326,6 +427,25 @@ class WorkerError(Message, frozen=True):
     """A worker cannot go on: one line for people, the traceback is in its log."""
 
     text: str
+
+
+class BenchTask(Message, frozen=True):
+    """A bench asks one of its workers to do, once, what that worker is there to measure, with `nbytes` bytes.
+
+    `turn` counts the tasks; `parties` is how many take part; `path` and `offset` name lent memory, as in `Lease`.
+    """
+
+    turn: int
+    nbytes: int
+    parties: int = 1
+    path: str = ""
+    offset: int = 0
+
+
+class BenchDone(Message, frozen=True):
+    """The task took so long."""
+
+    seconds: float
 
 
 class Shutdown(Message, frozen=True):
@@ -343,8 +463,17 @@ AnyMessage = (
     | Fetch
     | Fetched
     | Manifest
+    | Shard
+    | Layout
     | Rendezvous
     | ChunkRequest
+    | ChunkSent
+    | ChunkGone
+    | Lost
+    | Readmitted
+    | MeasureLink
+    | ProbeRequest
+    | LinkMeasured
     | LeaseRequest
     | Lease
     | LeaseReturn
@@ -368,5 +497,7 @@ AnyMessage = (
     | WriteWeights
     | WeightsWritten
     | WorkerError
+    | BenchTask
+    | BenchDone
     | Shutdown
 )

@@ -132,11 +132,11 @@ class Bench:
                     self.at(self.trainers_free_s, trained)
             case Publish():
                 for index in range(TRAINERS):
-                    published = Published(1 + index, 0, command.version, index, b"8 bytes.", 0.1)
+                    published = Published(1 + index, 0, command.version, b"8 bytes.", 0.1)
                     self.at(max(self.trainers_free_s, now), published)
             case Broadcast():
                 for place, relay in enumerate(command.chain):
-                    self.at(now + RELAY_S + 0.01 * place, RelayHolds(relay, 0, command.version, 1.0))
+                    self.at(now + RELAY_S + 0.01 * place, RelayHolds(relay, 0, command.version, 1.0, b"8 bytes."))
             case Pull():
                 self.at(now + LOAD_S, Loaded(command.rank, 0, command.version, b"", 0.0, LOAD_S))
             case _:

@@ -1,20 +1,20 @@
 """All ranks of a job as a list of moves that they could make now: each move is an event for the controller.
 
-The ranks honour the protocol as real ones do (a trainer works in order, a relay waits for the one before it, a rollout
-loads what its relay holds), and which of them moves next is the caller's choice.
+The ranks honour the protocol as real ones do (a trainer works in order, relays are those of fake_relays.py, a rollout loads
+what the relay that it is attached to holds), and which of them moves next is the caller's choice.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from random import Random
 
 import msgspec
+from fake_relays import CHUNKS, FakeRelays, Move
 
 from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.policy.balance import replica_of
-from laminar_hpc.protocol.commands import Broadcast, Command, Generate, Publish, Pull, Train
+from laminar_hpc.protocol.commands import Attach, Command, Generate, Publish, Pull, Release, Train
 from laminar_hpc.protocol.events import (
     CameFromTool,
     Event,
@@ -23,8 +23,6 @@ from laminar_hpc.protocol.events import (
     Progress,
     Published,
     RankLost,
-    RelayHolds,
-    RelayReady,
     RolloutReady,
     Streamed,
     Trained,
@@ -33,22 +31,13 @@ from laminar_hpc.protocol.events import (
 )
 from laminar_hpc.protocol.trajectory import Stop, TrajectorySpec, Verdict
 
-CHUNKS = 3
-Move = Callable[[], Event]
-
 
 class TrainerRank(msgspec.Struct, eq=False):
     rank: int
     index: int
     ready: bool = False
     queue: deque[Train | Publish] = msgspec.field(default_factory=deque)
-
-
-class RelayRank(msgspec.Struct, eq=False):
-    rank: int
-    ready: bool = False
-    queue: deque[Broadcast] = msgspec.field(default_factory=deque)
-    held: list[int] = []
+    kept: set[int] = set()
 
 
 class Task(msgspec.Struct, eq=False):
@@ -59,19 +48,49 @@ class Task(msgspec.Struct, eq=False):
 
 
 class RolloutRank(msgspec.Struct, eq=False):
+    """`wanted` is what the last `Pull` named, until it is here; `lent` is lent by the relay and `copied` from its node.
+
+    An `Attach` ends a `Pull`, but not the load of what is in this node's memory already. A `Pull` for what is here needs
+    nothing, and one that comes in the middle of a load waits for its end.
+    """
+
     rank: int
-    relay: RelayRank
+    node: str
+    relay: int
     concurrency: int
     incarnation: int = 0
     ready: bool = False
-    loading: bool = False
+    version: int = -1
+    wanted: int | None = None
+    lent: int | None = None
+    copied: bool = False
     tasks: dict[int, Task] = {}
+
+    def attach(self, relay: int) -> None:
+        self.relay, self.wanted = relay, None
+        if not self.copied:
+            self.lent = None
+
+    def pull(self, version: int) -> None:
+        if version > self.version:
+            self.wanted = version
+
+    def loaded(self) -> int:
+        """What has been lent is in the engine."""
+        assert self.lent is not None
+        assert self.lent > self.version, "versions never go back"
+        self.version, self.lent, self.copied = self.lent, None, False
+        if self.wanted is not None and self.wanted <= self.version:
+            self.wanted = None
+        return self.version
 
 
 class FakeCluster:
     """Ranks of a job around one controller; `failing` is the share of responses whose grading fails."""
 
-    def __init__(self, settings: Settings, random: Random, *, concurrency: int = 8, failing: float = 0.0) -> None:
+    def __init__(
+        self, settings: Settings, random: Random, *, concurrency: int = 8, failing: float = 0.0, spares: int = 0
+    ) -> None:
         self.settings = settings
         self.random = random
         self.failing = failing
@@ -80,15 +99,18 @@ class FakeCluster:
         self.events: list[tuple[float, Event]] = []
         self.commands: list[list[Command]] = []
         first_relay = 1 + settings.trainers
-        first_rollout = first_relay + settings.relays
+        first_rollout = first_relay + settings.relays * (1 + spares)
         self.trainers = [TrainerRank(1 + index, index) for index in range(settings.trainers)]
-        self.relays = [RelayRank(rank) for rank in range(first_relay, first_rollout)]
+        self.relays = FakeRelays(random, self._kept, first_relay, settings.relays, spares)
+        homes = [self.relays.all[place % settings.relays] for place in range(settings.rollouts)]
         self.rollouts = [
-            RolloutRank(first_rollout + place, self.relays[place % settings.relays], concurrency)
-            for place in range(settings.rollouts)
+            RolloutRank(first_rollout + place, home.node, home.rank, concurrency) for place, home in enumerate(homes)
         ]
         self._by_rank = {one.rank: one for one in self.rollouts}
         self.ghosts: list[Event] = []
+
+    def _kept(self, version: int) -> bool:
+        return all(version in trainer.kept for trainer in self.trainers)
 
     def send(self, event: Event) -> list[Command]:
         """Hand one event to the controller, and its commands to the ranks."""
@@ -105,20 +127,22 @@ class FakeCluster:
             case Train() | Publish():
                 for trainer in self.trainers:
                     trainer.queue.append(command)
-            case Broadcast():
-                for relay in self.relays:
-                    relay.queue.append(command)
+            case Release():
+                for trainer in self.trainers:
+                    trainer.kept.remove(command.version)
+            case Attach():
+                self._by_rank[command.rank].attach(command.relay)
             case Pull():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
-                    rollout.loading = True
+                    rollout.pull(command.version)
             case Generate():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
                     for spec in command.trajectories:
                         rollout.tasks[spec.id] = Task(spec, command.version, spec.resume_tokens)
             case _:
-                pass
+                self.relays.obey(command)
 
     # --- what ranks can do ------------------------------------------------------------------------------------------
 
@@ -128,14 +152,11 @@ class FakeCluster:
         for trainer in self.trainers:
             if not trainer.ready or trainer.queue:
                 moves.append(lambda trainer=trainer: self._trainer(trainer))
-        for place, relay in enumerate(self.relays):
-            before = self.relays[place - 1].held if place else None
-            if not relay.ready or (relay.queue and (before is None or relay.queue[0].version in before)):
-                moves.append(lambda relay=relay: self._relay(relay))
+        moves += self.relays.moves()
         for rollout in self.rollouts:
             if not rollout.ready:
                 moves.append(lambda rollout=rollout: self.come(rollout))
-            elif rollout.loading:
+            elif rollout.lent is not None or (rollout.wanted is not None and self._can_lend(rollout, rollout.wanted)):
                 moves.append(lambda rollout=rollout: self._load(rollout))
             moves += [lambda rollout=rollout, task=task: self.finish(rollout, task) for task in rollout.tasks.values()]
         return moves
@@ -146,8 +167,10 @@ class FakeCluster:
             return TrainerReady(trainer.rank, 0, trainer.index)
         command = trainer.queue.popleft()
         if isinstance(command, Publish):
-            share = bytes([command.version % 256, trainer.index]) * 4 * CHUNKS
-            return Published(trainer.rank, 0, command.version, trainer.index * CHUNKS, share, 0.25)
+            assert len(trainer.kept) <= 2, f"trainer {trainer.rank} has no slot for version {command.version}"
+            trainer.kept.add(command.version)
+            digests = bytes([command.version % 256, trainer.index]) * 4 * CHUNKS
+            return Published(trainer.rank, 0, command.version, digests, 0.25)
         settings = self.settings
         replicas = settings.replicas or settings.trainers
         own = replica_of(trainer.index, settings.trainers // replicas, replicas)
@@ -155,24 +178,25 @@ class FakeCluster:
         metrics = {"loss": float(command.step), "minibatch": float(command.minibatch)}
         return Trained(trainer.rank, 0, command.step, command.minibatch, tokens, 2.0, metrics)
 
-    def _relay(self, relay: RelayRank) -> Event:
-        if not relay.ready:
-            relay.ready = True
-            return RelayReady(relay.rank, 0, f"node{relay.rank}")
-        version = relay.queue.popleft().version
-        relay.held.append(version)
-        return RelayHolds(relay.rank, 0, version, 0.1)
-
     def come(self, rollout: RolloutRank) -> Event:
         """A rollout reports."""
         rollout.ready = True
-        return RolloutReady(
-            rollout.rank, rollout.incarnation, f"node{rollout.relay.rank}", rollout.relay.rank, rollout.concurrency
-        )
+        return RolloutReady(rollout.rank, rollout.incarnation, rollout.node, rollout.relay, rollout.concurrency)
 
-    def _load(self, rollout: RolloutRank) -> Event:
-        rollout.loading = False
-        return Loaded(rollout.rank, rollout.incarnation, max(rollout.relay.held), b"", 0.0, 0.1)
+    def _can_lend(self, rollout: RolloutRank, version: int) -> bool:
+        relay = self.relays.by_rank[rollout.relay]
+        return relay.process == "up" and not relay.lost and max(relay.held, default=-1) >= version
+
+    def _load(self, rollout: RolloutRank) -> Event | None:
+        """One of three things: the relay lends, a copy from another node ends, the engine has loaded."""
+        relay = self.relays.by_rank[rollout.relay]
+        if rollout.lent is None:
+            rollout.lent, rollout.copied = max(relay.held), relay.node == rollout.node
+            return None
+        if not rollout.copied:
+            rollout.copied = relay.process == "up"
+            return None
+        return Loaded(rollout.rank, rollout.incarnation, rollout.loaded(), b"", 0.0, 0.1)
 
     def finish(self, rollout: RolloutRank, task: Task) -> Event:
         """A trajectory ends."""
@@ -218,11 +242,13 @@ class FakeCluster:
         """A rollout is lost; what it was about to say may still arrive."""
         lost = RankLost(rollout.rank, rollout.incarnation, "killed")
         self.ghosts += [self._finished(rollout, task) for task in rollout.tasks.values()]
-        if rollout.loading:
-            self.ghosts.append(self._load(rollout))
+        if rollout.lent is not None and rollout.copied:
+            self.ghosts.append(Loaded(rollout.rank, rollout.incarnation, rollout.loaded(), b"", 0.0, 0.1))
         if rollout.tasks:
             self.ghosts.append(self.stream(rollout))
-        rollout.ready = rollout.loading = False
+        rollout.ready = rollout.copied = False
+        rollout.wanted = rollout.lent = None
+        rollout.version = -1
         rollout.tasks = {}
         rollout.incarnation += 1
         return lost

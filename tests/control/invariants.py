@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+from tier_invariants import TierChecker
 
 from laminar_hpc.control.controller import Settings
 from laminar_hpc.protocol.commands import (
-    Broadcast,
+    Attach,
     Command,
     EndJob,
     Generate,
     Publish,
     Pull,
-    Release,
     ReportEvaluation,
     ReportStep,
     Settle,
@@ -27,7 +27,6 @@ from laminar_hpc.protocol.events import (
     Loaded,
     Published,
     RankLost,
-    RelayHolds,
     RolloutReady,
     Streamed,
     TrainerReady,
@@ -36,13 +35,26 @@ from laminar_hpc.protocol.trajectory import Purpose, State, TrajectorySpec, Verd
 
 
 class SeenRollout(msgspec.Struct, eq=False):
+    """`pulling` is what its last `Pull` named, `void` whether an `Attach` came after it, `voided` the lowest such one."""
+
     incarnation: int
     concurrency: int
+    node: str
     relay: int
     alive: bool = True
     version: int | None = None
     pulling: int | None = None
+    void: bool = False
+    voided: int | None = None
     owned: set[int] = set()
+
+    def load(self, version: int) -> None:
+        assert self.version is None or version > self.version, (
+            f"version {self.version} would be taken back for {version}"
+        )
+        if self.void or (self.pulling is not None and version >= self.pulling):
+            self.pulling, self.void, self.voided = None, False, None
+        self.version = version
 
 
 class SeenTrajectory(msgspec.Struct, eq=False):
@@ -70,10 +82,8 @@ class InvariantChecker:
         self.published: dict[int, set[int]] = {}
         self.announced: dict[int, int] = {}
         self.complete: list[int] = []
-        self.shares: dict[int, dict[int, Published]] = {}
-        self.released: list[int] = []
-        self.broadcast: list[int] = []
-        self.held: dict[int, set[int]] = {}
+        self.publishers: dict[int, set[int]] = {}
+        self.tier = TierChecker(settings.trainers, settings.relays)
         self.reports: list[ReportStep] = []
         self.evaluations: list[ReportEvaluation] = []
         self.trainers: dict[int, int] = {}
@@ -86,8 +96,13 @@ class InvariantChecker:
         """One event and what followed from it."""
         assert self.ended is None or not commands, f"commands after the end: {commands}"
         self._see_event(event)
+        if self.ended is None:
+            self.tier.event(event)
+            self.tier.commands(commands)
         for command in commands:
-            getattr(self, f"_see_{type(command).__name__}")(command)
+            see = getattr(self, f"_see_{type(command).__name__}", None)
+            if see is not None:
+                see(command)
         assert len(self.trajectories) == max(self.trajectories, default=-1) + 1, "trajectory ids are consecutive"
         assert len(self.groups) == max(self.groups, default=-1) + 1, "group numbers are consecutive"
         self._check_admission()
@@ -103,26 +118,25 @@ class InvariantChecker:
             case RolloutReady():
                 seen = self.rollouts.get(event.rank)
                 if seen is None or event.incarnation > seen.incarnation:
-                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency, event.relay)
+                    relay = event.relay if seen is None else seen.relay
+                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency, event.node, relay)
             case RankLost():
                 if seen := self._current(event):
                     seen.alive, seen.owned = False, set()
             case Loaded():
                 seen = self._current(event)
-                if seen and seen.pulling is not None and event.version >= seen.pulling:
-                    assert seen.version is None or event.version > seen.version
-                    seen.version, seen.pulling = event.version, None
+                if seen and seen.pulling is not None and (seen.version is None or event.version > seen.version):
+                    assert event.version >= (seen.pulling if seen.voided is None else min(seen.pulling, seen.voided))
+                    seen.load(event.version)
             case Streamed():
                 self._see_streamed(event)
             case Finished():
                 self._see_finished(event)
             case Published():
-                shares = self.shares.setdefault(event.version, {})
-                shares.setdefault(event.rank, event)
-                if len(shares) == self.settings.trainers and event.version not in self.complete:
+                ranks = self.publishers.setdefault(event.version, set())
+                ranks.add(event.rank)
+                if len(ranks) == self.settings.trainers and event.version not in self.complete:
                     self.complete.append(event.version)
-            case RelayHolds():
-                self.held.setdefault(event.rank, set()).add(event.version)
             case _:
                 pass
 
@@ -207,12 +221,21 @@ class InvariantChecker:
         assert not seen.owned, (
             f"rollout {command.rank} would take weights in the middle of {len(seen.owned)} trajectories"
         )
-        assert seen.pulling is None
+        assert seen.pulling is None or seen.void
         assert seen.version is None or command.version > seen.version
-        assert command.version in self.broadcast
-        seen.pulling = command.version
+        assert command.version in self.tier.relays[seen.relay].held, "its relay has it"
+        seen.pulling, seen.void = command.version, False
 
-    # --- commands: trainers and relays ------------------------------------------------------------------------------
+    def _see_Attach(self, command: Attach) -> None:
+        seen = self.rollouts[command.rank]
+        assert seen.alive, f"lost rollout {command.rank} is attached"
+        assert command.remote == (self.tier.relays[command.relay].node != seen.node)
+        seen.relay = command.relay
+        if seen.pulling is not None and not seen.void:
+            seen.void = True
+            seen.voided = seen.pulling if seen.voided is None else min(seen.voided, seen.pulling)
+
+    # --- commands: trainers ------------------------------------------------------------------------------
 
     def _see_Train(self, command: Train) -> None:
         settings = self.settings
@@ -247,21 +270,6 @@ class InvariantChecker:
         assert command.step == len(self.announced)
         assert len(self.complete) == len(self.announced), "one publication at a time"
         self.announced[command.version] = command.step
-
-    def _see_Broadcast(self, command: Broadcast) -> None:
-        assert command.version in self.complete
-        assert command.version not in self.broadcast
-        shares = sorted(self.shares[command.version].values(), key=lambda share: share.first_chunk)
-        assert command.digests == b"".join(share.digests for share in shares)
-        assert [share.rank for share in command.shares] == [share.rank for share in shares]
-        assert command.chain == sorted(command.chain)
-        assert len(command.chain) == self.settings.relays
-        self.broadcast.append(command.version)
-
-    def _see_Release(self, command: Release) -> None:
-        assert command.version not in self.released
-        assert command.version in self.held[min(self.held)]
-        self.released.append(command.version)
 
     # --- commands: ends ---------------------------------------------------------------------------------------------
 
@@ -365,11 +373,12 @@ class InvariantChecker:
     def _check_nobody_idles(self, room: bool) -> None:
         """A rollout without work has the newest weights it can get, and there is none that it could be given."""
         for rank, seen in self.rollouts.items():
-            if not seen.alive or seen.owned or seen.pulling is not None:
+            if not seen.alive or seen.owned or (seen.pulling is not None and not seen.void):
                 continue
-            newest = max(self.held.get(seen.relay, ()), default=None)
+            held = self.tier.relays[seen.relay].held if seen.relay in self.tier.relays else []
+            newest = max(held, default=None)
             assert newest is None or (seen.version is not None and seen.version >= newest), f"rollout {rank} is behind"
-            if seen.version is None:
+            if seen.version is None or seen.pulling is not None:
                 continue
             if self.sync:
                 together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)

@@ -86,10 +86,10 @@ class ScriptedJob:
         return commands + self.relay_holds(version)
 
     def published(self, version: int) -> list[Command]:
-        return self.tell(Published(TRAINER, 0, version, 0, DIGESTS, 0.1))
+        return self.tell(Published(TRAINER, 0, version, DIGESTS, 0.1))
 
     def relay_holds(self, version: int) -> list[Command]:
-        return self.tell(RelayHolds(RELAY, 0, version, 0.1))
+        return self.tell(RelayHolds(RELAY, 0, version, 0.1, b"image 8."))
 
     def loaded(self, rank: int, version: int) -> list[Command]:
         return self.tell(Loaded(rank, self.incarnation[rank], version, b"", 0.0, 0.1))

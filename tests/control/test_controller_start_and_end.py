@@ -7,7 +7,7 @@ from scripted_job import DIGESTS, RELAY, TRAINER, A, B, ScriptedJob, kinds, only
 
 from laminar_hpc.control.controller import FRUITLESS_GROUPS, UNIFORM_GROUPS, Controller, Settings
 from laminar_hpc.errors import ConfigError, ProtocolError
-from laminar_hpc.protocol.commands import Broadcast, Command, EndJob, Generate, Publish, Pull, Release, Settle, Share
+from laminar_hpc.protocol.commands import Broadcast, Command, EndJob, Generate, Publish, Settle, Share
 from laminar_hpc.protocol.events import (
     Finished,
     JobFailed,
@@ -37,14 +37,14 @@ def test_version_0_goes_the_way_of_every_version():
     assert kinds(job.ranks_report()) == ["Publish"]
     (broadcast,) = job.published(0)
     assert (broadcast.version, broadcast.chain) == (0, [RELAY])
-    assert (broadcast.shares, broadcast.digests) == ([Share(TRAINER, 0, 1)], DIGESTS)
-    release, *pulls = job.relay_holds(0)
-    assert isinstance(release, Release)
-    assert [(pull.rank, pull.version) for pull in only(pulls, Pull)] == [(A, 0), (B, 0)]
+    assert broadcast.shares == [Share(TRAINER, DIGESTS)]
+    pulls = job.relay_holds(0)
+    assert kinds(pulls) == ["Pull", "Pull"]  # and no Release: it is the newest
+    assert [(pull.rank, pull.version) for pull in pulls] == [(A, 0), (B, 0)]
     assert job.controller.started
 
 
-def test_a_broadcast_waits_for_all_relays_and_the_first_one_is_the_master():
+def test_a_broadcast_waits_for_all_relays():
     job = ScriptedJob(relays=2)
     job.tell(TrainerReady(TRAINER, 0, 0))
     job.tell(RelayReady(9, 0, "y"))
@@ -52,9 +52,6 @@ def test_a_broadcast_waits_for_all_relays_and_the_first_one_is_the_master():
     (broadcast,) = job.tell(RelayReady(2, 0, "x"))
     assert isinstance(broadcast, Broadcast)
     assert broadcast.chain == [2, 9]
-    assert only(job.tell(RelayHolds(9, 0, 0, 0.1)), Release) == []
-    assert kinds(job.tell(RelayHolds(2, 0, 0, 0.1))) == ["Release"]
-    assert job.tell(RelayHolds(2, 0, 0, 0.1)) == []
 
 
 def test_a_rollout_pulls_what_its_own_relay_holds():
@@ -63,9 +60,9 @@ def test_a_rollout_pulls_what_its_own_relay_holds():
     job.tell(RelayReady(2, 0, "x"))
     job.tell(RelayReady(9, 0, "y"))
     job.published(0)
-    job.tell(RelayHolds(2, 0, 0, 0.1))
+    job.tell(RelayHolds(2, 0, 0, 0.1, b""))
     assert job.tell(RolloutReady(11, 0, "y", 9, 4)) == []
-    (pull,) = job.tell(RelayHolds(9, 0, 0, 0.1))
+    (pull,) = job.tell(RelayHolds(9, 0, 0, 0.1, b""))
     assert (pull.rank, pull.version) == (11, 0)
     (pull,) = job.tell(RolloutReady(10, 0, "x", 2, 4))
     assert (pull.rank, pull.version) == (10, 0)
@@ -117,13 +114,24 @@ def test_an_end_from_outside_returns_all_that_is_open(event, outcome):
     assert {(outcome.state, outcome.trajectories) for outcome in settle.groups} == {(State.RETURNED, 2)}
 
 
-@pytest.mark.parametrize(("rank", "role"), [(TRAINER, "trainer"), (RELAY, "relay")])
-def test_the_job_fails_with_its_trainer_or_relay(rank, role):
+def test_the_job_fails_with_its_trainer():
     job = ScriptedJob()
     job.start()
-    settle, end = job.tell(RankLost(rank, 0, "signal 9"))
-    assert end == EndJob(f"{role} rank {rank} was lost: signal 9", "failed")
+    settle, end = job.tell(RankLost(TRAINER, 0, "signal 9"))
+    assert end == EndJob("trainer rank 1 was lost: signal 9", "failed")
     assert len(settle.groups) == 4
+
+
+def test_the_job_fails_with_its_last_relay_and_says_what_is_saved():
+    job = ScriptedJob()
+    job.start()
+    forget, settle, end = job.tell(RankLost(RELAY, 0, "signal 9"))
+    assert (forget.rank, len(settle.groups)) == (RELAY, 4)
+    assert end.outcome == job.controller.outcome == "failed"
+    assert end.reason == (
+        "relay rank 2 was lost, and no other relay or spare is left: signal 9; relays were told of version 0, "
+        "the trainers hold version 0, unsaved; the record up to here is complete"
+    )
 
 
 def test_a_rank_that_is_lost_before_it_has_reported_ends_the_job():
@@ -142,8 +150,8 @@ REFUSED = [
     (WentToTool(77, 0, 5), "WentToTool 5 from rank 77, incarnation 0, came from a rank that has never reported"),
     (WentToTool(TRAINER, 0, 5), "WentToTool 5 from rank 1, .* came from a trainer, only a rollout sends it"),
     (RolloutReady(RELAY, 1, "x", 2, 4), "RolloutReady from rank 2, incarnation 1, came from a relay"),
-    (Published(TRAINER, 0, 3, 0, b"", 0.0), r"rank 1 \(trainer\) published version 3, which was never announced"),
-    (RelayHolds(RELAY, 0, 1, 0.0), "RelayHolds 1 from rank 2, .* names version 1, which was never broadcast"),
+    (Published(TRAINER, 0, 3, b"", 0.0), r"rank 1 \(trainer\) published version 3, which was never announced"),
+    (RelayHolds(RELAY, 0, 1, 0.0, b""), "RelayHolds 1 from rank 2, .* names version 1, which was never broadcast"),
     (
         Finished(A, 0, 0, 4, 5, 9, Stop.LENGTH, Verdict.GRADED, 1.0),
         "Finished 0 from rank 3, .* for trajectory 0 names version 4, it was begun under 0",

@@ -42,8 +42,8 @@ def test_the_trainer_starts_on_the_whole_cohort_and_the_next_waits_for_its_weigh
     assert len({sample.group for sample in train.samples}) == 4
     assert publish.version == 1
     assert kinds(job.trained(1)) == ["ReportStep", "Settle"]
-    assert kinds(job.published(1)) == ["Broadcast"]
-    assert kinds(job.relay_holds(1)) == ["Release", "Pull", "Pull"]
+    assert kinds(job.published(1)) == ["Release", "Broadcast"]
+    assert kinds(job.relay_holds(1)) == ["Pull", "Pull"]
     assert job.loaded(B, 1) == []
     generates = only(job.loaded(A, 1), Generate)
     assert {one.version for one in generates} == {1}

@@ -1,4 +1,7 @@
-"""Storms of random events: whatever happens, the invariants hold, and a job that is left alone afterwards finishes."""
+"""Storms of random events: whatever happens, the invariants hold, and a job that is left alone afterwards finishes.
+
+Only the loss of the last relay ends a job; test_tier_storm.py has worse weather for relays alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from invariants import InvariantChecker
 
 from laminar_hpc.control.controller import Controller, Settings
-from laminar_hpc.protocol.events import JobFailed, StopRequested
+from laminar_hpc.protocol.events import Event, JobFailed, RankLost, StopRequested
 from laminar_hpc.protocol.wire import encode
 
 STORM_MOVES = 150
@@ -37,8 +40,8 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         train_prompts=draw(st.integers(1, 7)),
         seed=draw(st.integers(0, 3)),
         trainers=trainers,
-        relays=draw(st.integers(1, 2)),
-        rollouts=2 * draw(st.integers(1, 2)),
+        relays=draw(st.integers(1, 3)),
+        rollouts=draw(st.integers(2, 4)),
         first_version=draw(st.sampled_from([0, 17])),
         replicas=draw(st.sampled_from([None, *(count for count in (1, 2, 3) if trainers % count == 0)])),
         dynamic_sampling=draw(st.booleans()),
@@ -51,7 +54,11 @@ class Storm:
     def __init__(self, job: Settings, random: Random, calm: float) -> None:
         self.random = random
         self.cluster = FakeCluster(
-            job, random, concurrency=random.randint(job.group_size - 1, 3 * job.group_size), failing=0.2
+            job,
+            random,
+            concurrency=random.randint(job.group_size - 1, 3 * job.group_size),
+            failing=0.2,
+            spares=random.randint(0, 2),
         )
         self.checker = InvariantChecker(job)
         self._calm = calm
@@ -60,17 +67,25 @@ class Storm:
         for _ in range(count):
             event = self._something()
             if event is not None:
-                self.checker.see(event, self.cluster.send(event))
+                self._send(event)
 
-    def _something(self):
+    def _send(self, event: Event) -> None:
+        self.checker.see(event, self.cluster.send(event))
+        if isinstance(event, RankLost) and self.checker.tier.is_lost(event.rank):
+            self.cluster.relays.taken_for_lost(event.rank)
+
+    def _something(self) -> Event | None:
         random, cluster = self.random, self.cluster
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
         if random.random() >= self._calm:
-            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart"])
+            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
             if kind == "repeat" and cluster.events:
                 return random.choice(cluster.events)[1]
-            if kind == "ghost" and cluster.ghosts:
-                return random.choice(cluster.ghosts)
+            ghosts = cluster.ghosts + cluster.relays.ghosts
+            if kind == "ghost" and ghosts:
+                return random.choice(ghosts)
+            if kind == "relay":
+                return cluster.relays.fault()
             busy = [rollout for rollout in rollouts if rollout.tasks]
             if kind == "stream" and busy:
                 return cluster.stream(random.choice(busy))
@@ -93,7 +108,14 @@ class Storm:
             moves = self.cluster.moves()
             assert moves, self.cluster.controller.waits()
             event = self.random.choice(moves)()
-            self.checker.see(event, self.cluster.send(event))
+            if event is not None:
+                self._send(event)
+
+    @property
+    def out_of_relays(self) -> bool:
+        """Whether the job has ended since its last relay was lost."""
+        ended = self.checker.ended
+        return ended is not None and ended.outcome == "failed" and "no other relay or spare is left" in ended.reason
 
 
 @pytest.mark.parametrize("mode", ["laminar", "sync"])
@@ -105,8 +127,9 @@ def test_invariants_hold_in_a_storm_and_the_job_finishes_after_it(mode, data):
     storm = Storm(job, random, calm=data.draw(st.sampled_from([0.6, 0.9, 0.97])))
     storm.rage(STORM_MOVES)
     storm.settle_down()
-    assert storm.cluster.controller.outcome == "finished"
+    assert storm.cluster.controller.outcome == "finished" or storm.out_of_relays
     assert storm.checker.ended is not None
+    storm.checker.tier.check_record()
 
 
 @pytest.mark.parametrize("mode", ["laminar", "sync"])

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.policy.roles import Placement, Role, assign
 
-M, T, E, R = Role.MANAGER, Role.TRAINER, Role.RELAY, Role.ROLLOUT
+M, T, E, R, S = Role.MANAGER, Role.TRAINER, Role.RELAY, Role.ROLLOUT, Role.SPARE
 
 
-def roles(nodes: str, trainers: int, relays: int, rollouts: int) -> list[Role]:
+def roles(nodes: str, trainers: int, relays: int, rollouts: int, spares: int = 0) -> list[Role]:
     """Roles for one letter of node a rank."""
-    return [placement.role for placement in assign(list(nodes), trainers, relays, rollouts)]
+    return [placement.role for placement in assign(list(nodes), trainers, relays, rollouts, spares)]
 
 
 def test_everything_on_one_node():
@@ -60,6 +60,41 @@ def test_the_last_nodes_are_the_rollout_nodes():
     assert roles("abcc", 1, 1, 1) == [M, T, E, R]
 
 
+def test_spares_are_the_last_ranks_of_each_rollout_node():
+    assert assign(list("aabbbbcccc"), 1, 2, 2, spares=2) == [
+        Placement(M, 0, "a"),
+        Placement(T, 0, "a"),
+        Placement(E, 0, "b"),
+        Placement(R, 0, "b", 2),
+        Placement(S, 0, "b"),
+        Placement(S, 1, "b"),
+        Placement(E, 1, "c"),
+        Placement(R, 1, "c", 6),
+        Placement(S, 2, "c"),
+        Placement(S, 3, "c"),
+    ]
+
+
+def test_spares_beside_the_manager_and_trainers_on_one_node():
+    assert roles("xxxxxxx", 2, 1, 2, spares=1) == [M, E, T, T, R, R, S]
+    # dealt round-robin: a has 0 2 4 6 8, b has 1 3 5 7 9
+    assert roles("ababababab", 1, 2, 4, spares=1) == [M, E, E, T, R, R, R, R, S, S]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trainers", "relays", "rollouts", "spares", "message"),
+    [
+        ("aabbb", 1, 1, 1, 2, "the job needs 6 ranks (1 manager, 1 trainers, 1 relays, 1 rollouts, 2 spares), got 5"),
+        ("aaabbb", 1, 1, 1, 2, "node b needs at least 4 ranks (1 relay, 1 rollouts, 2 spares), got 3"),
+        ("aaabbbb", 0, 2, 2, 1, "node a needs at least 4 ranks (1 manager, 1 relay, 1 rollouts, 1 spares), got 3"),
+    ],
+)
+def test_a_node_without_room_for_its_spares_is_refused(nodes, trainers, relays, rollouts, spares, message):
+    with pytest.raises(ConfigError) as error:
+        assign(list(nodes), trainers, relays, rollouts, spares)
+    assert str(error.value) == message
+
+
 @pytest.mark.parametrize(
     ("nodes", "trainers", "relays", "rollouts", "message"),
     [
@@ -89,19 +124,20 @@ def test_what_does_not_add_up_is_refused_in_one_line(nodes, trainers, relays, ro
     trainer_nodes=st.integers(0, 3),
     relays=st.integers(1, 4),
     share=st.integers(1, 4),
-    spare=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    spares=st.integers(0, 2),
+    surplus=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     data=st.data(),
 )
-def test_any_map_with_enough_ranks_on_each_node_gets_all_roles(trainer_nodes, relays, share, spare, data):
+def test_any_map_with_enough_ranks_on_each_node_gets_all_roles(trainer_nodes, relays, share, spares, surplus, data):
     counts = {f"t{node}": data.draw(st.integers(1, 3)) for node in range(trainer_nodes)}
-    counts |= {f"r{node}": 1 + share + spare[node] for node in range(relays)}
+    counts |= {f"r{node}": 1 + share + spares + surplus[node] for node in range(relays)}
     first = next(iter(counts))
     counts[first] += 1
-    trainers = sum(counts.values()) - 1 - relays * (1 + share)
+    trainers = sum(counts.values()) - 1 - relays * (1 + share + spares)
     ranks = [node for node, count in counts.items() for _ in range(count)]
-    placements = assign(ranks, trainers, relays, relays * share)
+    placements = assign(ranks, trainers, relays, relays * share, spares)
     by_role = {role: [one for one in placements if one.role is role] for role in Role}
-    assert [len(by_role[role]) for role in Role] == [1, trainers, relays, relays * share]
+    assert [len(by_role[role]) for role in Role] == [1, trainers, relays, relays * share, relays * spares]
     assert placements[0].role is Role.MANAGER
     for role in Role:
         assert [one.index for one in by_role[role]] == list(range(len(by_role[role])))
@@ -110,3 +146,4 @@ def test_any_map_with_enough_ranks_on_each_node_gets_all_roles(trainer_nodes, re
         assert (relay.role, relay.node) == (Role.RELAY, rollout.node)
     for node in range(relays):
         assert sum(one.node == f"r{node}" for one in by_role[Role.ROLLOUT]) == share
+        assert sum(one.node == f"r{node}" for one in by_role[Role.SPARE]) == spares
