@@ -189,11 +189,14 @@ def phases(run: Run) -> Table:
 
 def weights(run: Run) -> Table:
     """What it took to get weights from the trainers into the rollouts."""
+    pulls, received = run.table("pulls"), run.table("relay_versions")
+    received = received[received["what"] == schema.TABLES["relay_versions"].code("what", "complete")]
     columns = [
         ("trainers stand still for a publication", "s", run.table("publications")["stall_s"]),
-        ("a relay receives a version", "s", run.table("relay_versions")["seconds"]),
-        ("a rollout waits for its relay", "s", run.table("pulls")["wait_s"]),
-        ("a rollout loads the weights", "s", run.table("pulls")["load_s"]),
+        ("a relay receives a version", "s", received["seconds"]),
+        ("a rollout waits for its relay", "s", pulls["wait_s"]),
+        ("a rollout copies the weights from another node", "s", pulls["copy_s"][pulls["copy_s"] > 0]),
+        ("a rollout's engine stands still to load them", "s", pulls["pause_s"]),
     ]
     rows = [
         [name, unit, str(len(values)), *(number(float(f(values))) for f in (np.mean, np.median, np.max))]

@@ -3,6 +3,8 @@
 SCHEMA_VERSION goes up by one with every change that would make an older reader wrong.
 
     1  first layout: one compound dataset for each table, byte streams beside `events`, `commands` and `tokens`
+    2  `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for `load_s`;
+       `publications` come when their digest is known
 
 A table is one compound dataset, so its columns are always equally long, also after a kill. There are no variable-length
 types: text is UTF-8 in a fixed number of bytes, enumerations are HDF5 enums over one byte (new names go to the end).
@@ -16,7 +18,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 MISSING = -1
 """In a signed integer column: there is no value."""
@@ -32,6 +34,7 @@ PHASES = {
     "trainer": ("start", "train", "publish", "wait"),
     "relay": ("start", "transfer", "idle"),
     "rollout": ("start", "generate", "pull", "grade", "idle"),
+    "spare": ("start", "transfer", "idle"),
 }
 """What each role spends its time on. Their keys are the roles that write a file."""
 
@@ -41,6 +44,28 @@ SOURCES = ("prompt", "model", "tool")
 STATES = ("waiting", "generating", "at_tool", "finished", "consumed", "discarded", "returned")
 STOPS = (NONE, "end_token", "length")
 VERDICTS = (NONE, "graded", "raised", "deadline", "no_prompt")
+RECEPTIONS = ("complete", "given up")
+RELAY_EVENTS = (
+    "broadcast",
+    "rerouted",
+    "skipped",
+    "stopped",
+    "dropped",
+    "stalled",
+    "severed",
+    "lost",
+    "taken_over",
+    "readmitted",
+    "joined",
+    "attached",
+)
+
+BENCH = "bench"
+"""The role of a file that `laminar bench relay` writes; it has no phases."""
+
+BENCH_TRANSPORTS = ("mpi", "nixl")
+BENCH_WAYS = ("relays", "copy", "bcast", "star", "chain", "gloo", "file")
+BENCH_FAULTS = ("middle", "last", "master", "pair", "link", "stop")
 
 METRICS = {
     "loss": ("1", "loss of the step"),
@@ -147,6 +172,9 @@ _VERSION = _count("version", "version", "weight version")
 _STEP = _count("step", "step", "training step, 1 first")
 _OFFSET = _total("offset", "B", "where its bytes begin in the stream")
 _NBYTES = Column("nbytes", "<u4", "B", "how many bytes it has there")
+_NUMBER_OF_BYTES = _total("nbytes", "B", "how many bytes")
+_REPETITION = _count("repetition", "1", "0 first")
+_TRANSPORT = _choice("transport", BENCH_TRANSPORTS, "what carried the relays' chunks")
 
 TABLES: dict[str, Table] = {
     table.name: table
@@ -281,10 +309,23 @@ TABLES: dict[str, Table] = {
                 _VERSION,
                 _count("attempt", "1", "the attempt that published it"),
                 _count("step", "step", "training steps behind it (0: the checkpoint)"),
-                _instant("time_s", "when all trainers held their share"),
-                _digest("digest of the image"),
+                _instant("time_s", "when all trainers held their shards"),
+                _digest("digest of the image, by the first relay that held it; not taken of one that no relay held"),
                 _total("nbytes", "B", "size of the image"),
                 _seconds("stall_s", "how long the trainers stood still for it"),
+            ),
+        ),
+        Table(
+            "relay_events",
+            ("manager",),
+            "What happened to broadcasts and relays, and why",
+            (
+                _instant("time_s", "when it was decided, or became known"),
+                _choice("what", RELAY_EVENTS, "what happened"),
+                _count("version", "version", "the weight version it happened to", nullable=True),
+                _count("relay", "rank", "the relay or spare that it is about; of a chain the first", nullable=True),
+                _count("rollout", "rank", "the rollout that was attached to the relay", nullable=True),
+                _text("reason", 160, "why"),
             ),
         ),
         Table(
@@ -327,13 +368,14 @@ TABLES: dict[str, Table] = {
         ),
         Table(
             "relay_versions",
-            ("relay",),
-            "Every version that this relay received",
+            ("relay", "spare"),
+            "Every version that this relay received, or gave up for a newer one",
             (
                 _VERSION,
-                _instant("time_s", "when it was complete and checked"),
-                _seconds("seconds", "from the first request to the last chunk"),
-                _total("nbytes", "B", "size of the image"),
+                _instant("time_s", "when it was complete and checked, or given up"),
+                _choice("what", RECEPTIONS, "which of these"),
+                _seconds("seconds", "from when the relay was told of it until it was complete; else 0"),
+                _total("nbytes", "B", "size of the image; 0 where it was given up"),
             ),
         ),
         Table(
@@ -343,8 +385,9 @@ TABLES: dict[str, Table] = {
             (
                 _VERSION,
                 _instant("time_s", "when the engine held it"),
-                _seconds("wait_s", "from the request to the relay's answer"),
-                _seconds("load_s", "from there until the engine held it"),
+                _seconds("wait_s", "from the request to the relay's lease"),
+                _seconds("copy_s", "from there until it was in memory of this node; 0 where the relay is on it"),
+                _seconds("pause_s", "how long the engine stood still to load it"),
                 _digest("digest of the weights as they lie in the engine"),
             ),
         ),
@@ -359,6 +402,80 @@ TABLES: dict[str, Table] = {
                 _count("waiting", "1", "trajectories without a place in the KV cache"),
                 _count("generated_tokens", "token", "tokens generated since the last row"),
                 _seconds("busy_s", "time in the engine since the last row"),
+            ),
+        ),
+        Table(
+            "bench_pings",
+            (BENCH,),
+            "Messages between the hosts of the first two relays, by themselves",
+            (_NUMBER_OF_BYTES, _seconds("seconds", "half of a round trip")),
+        ),
+        Table(
+            "bench_broadcasts",
+            (BENCH,),
+            "Every timed broadcast of the same bytes from the trainer's host to the relays, all ways in turn",
+            (
+                _choice("way", BENCH_WAYS, "the relays, one copy between neighbours, or what a user would do without"),
+                _TRANSPORT,
+                _count("relays", "1", "relays that received it"),
+                _NUMBER_OF_BYTES,
+                _count("chunks", "1", "chunks it was cut into; 1 where the way has none"),
+                _REPETITION,
+                _seconds("seconds", "from the trainer's start, bytes in hand, until the last receiver had all of it"),
+                _real(
+                    "publish_s",
+                    "s",
+                    "before that: from the request to publish until the trainer held it",
+                    nullable=True,
+                ),
+                _real("formula_s", "s", "what the formula says, by the pings of this run", nullable=True),
+            ),
+        ),
+        Table(
+            "bench_publishes",
+            (BENCH,),
+            "A trainer's stall beside a plain copy of the same bytes in the same process, in pairs",
+            (
+                _TRANSPORT,
+                _count("relays", "1", "relays of the chain behind it"),
+                _NUMBER_OF_BYTES,
+                _REPETITION,
+                _seconds("publish_s", "how long the worker stood still for the publication"),
+                _seconds("copy_s", "how long a plain copy took it"),
+            ),
+        ),
+        Table(
+            "bench_pulls",
+            (BENCH,),
+            "A rollout's load from its node's image beside a plain copy of the same bytes, in pairs",
+            (
+                _count("readers", "1", "workers that did it at once"),
+                _NUMBER_OF_BYTES,
+                _REPETITION,
+                _seconds("pull_s", "mapping and loading, the slowest reader's"),
+                _seconds("copy_s", "a plain copy, the slowest reader's"),
+            ),
+        ),
+        Table(
+            "bench_failures",
+            (BENCH,),
+            "Every fault that was made in the middle of a broadcast",
+            (
+                _choice("fault", BENCH_FAULTS, "which relay was killed, or what else was done"),
+                _TRANSPORT,
+                _count("relays", "1", "relays of the chain"),
+                _NUMBER_OF_BYTES,
+                _count("chunks", "1", "chunks of the image"),
+                _REPETITION,
+                _real("at", "1", "when, as a share of the time that the relay behind it takes to get everything"),
+                _real("noticed_s", "s", "from the fault until the manager noticed", nullable=True),
+                _real("moved_s", "s", "from then until the relay behind had its next chunk", nullable=True),
+                _real("complete_s", "s", "from noticing until all survivors had the newest version", nullable=True),
+                _count("survivors", "1", "relays that are left"),
+                _count(
+                    "complete", "1", "of these, relays that hold the newest version complete, with the right digest"
+                ),
+                _count("lost_publications", "1", "publications that the trainer could not make, or that no relay got"),
             ),
         ),
         Table(
@@ -392,8 +509,8 @@ COLUMNS = "columns"
 
 def tables_of(role: str) -> list[Table]:
     """The tables in the files of this role, in the order in which they are flushed."""
-    if role not in PHASES:
-        raise ValueError(f"unknown role {role!r}; roles with a record are {', '.join(PHASES)}")
+    if role not in PHASES and role != BENCH:
+        raise ValueError(f"unknown role {role!r}; roles with a record are {', '.join((*PHASES, BENCH))}")
     return [table for table in TABLES.values() if role in table.roles]
 
 

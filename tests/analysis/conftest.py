@@ -119,11 +119,18 @@ class Ledger:
             }
         )
         self.table("relay_versions", 2).append(
-            {"version": version, "time_s": time_s + 0.1, "seconds": 0.08, "nbytes": IMAGE_BYTES}
+            {"version": version, "time_s": time_s + 0.1, "what": "complete", "seconds": 0.08, "nbytes": IMAGE_BYTES}
         )
         for rank in (3, 4):
             self.table("pulls", rank).append(
-                {"version": version, "time_s": time_s + 0.3, "wait_s": 0.1, "load_s": 0.05, "digest": digest}
+                {
+                    "version": version,
+                    "time_s": time_s + 0.3,
+                    "wait_s": 0.1,
+                    "copy_s": 0.0,
+                    "pause_s": 0.05,
+                    "digest": digest,
+                }
             )
 
     def _step(self, step: int) -> None:

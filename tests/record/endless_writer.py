@@ -31,7 +31,7 @@ def main(path: str, role: str, limit: str = "") -> None:
             if role == "manager":
                 writer.add_stream("events", float(row), b"<%d>" % row * (row % 50))
             else:
-                writer.add("pulls", version=row, time_s=float(row), wait_s=0.0, load_s=0.0, digest=row)
+                writer.add("pulls", version=row, time_s=float(row), wait_s=0.0, copy_s=0.0, pause_s=0.0, digest=row)
             if row % ROWS_A_FLUSH == ROWS_A_FLUSH - 1:
                 writer.flush()
                 written = row + 1

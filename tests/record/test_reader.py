@@ -35,7 +35,9 @@ def writer_of(run_dir: Path, role: str, rank: int, attempt: int = 0, zero_s: flo
 def test_tables_are_joined_over_ranks_and_attempts(run_dir: Path) -> None:
     for rank, attempt in ((3, 1), (2, 0), (3, 0)):
         with writer_of(run_dir, "rollout", rank, attempt) as writer:
-            writer.add("pulls", version=10 * attempt + rank, time_s=1.0, wait_s=0.0, load_s=0.0, digest=None)
+            writer.add(
+                "pulls", version=10 * attempt + rank, time_s=1.0, wait_s=0.0, copy_s=0.0, pause_s=0.0, digest=None
+            )
     run = open_run(str(run_dir))
     pulls = run.table("pulls")
     assert pulls[["attempt", "rank", "version"]].tolist() == [(0, 2, 2), (0, 3, 3), (1, 3, 13)]
@@ -58,12 +60,12 @@ def test_moments_are_in_the_managers_clock(run_dir: Path) -> None:
     with writer_of(run_dir, "manager", 0, zero_s=1000.0) as writer:
         writer.add("hand_outs", group=0, prompt=0, purpose="train", handed_out_s=5.0)
     with writer_of(run_dir, "rollout", 1, zero_s=1002.5) as writer:
-        writer.add("pulls", version=0, time_s=4.0, wait_s=0.5, load_s=0.25, digest=None)
+        writer.add("pulls", version=0, time_s=4.0, wait_s=0.5, copy_s=0.0, pause_s=0.25, digest=None)
     with writer_of(run_dir, "rollout", 2) as writer:  # says nothing of its clock
-        writer.add("pulls", version=0, time_s=4.0, wait_s=0.5, load_s=0.25, digest=None)
+        writer.add("pulls", version=0, time_s=4.0, wait_s=0.5, copy_s=0.0, pause_s=0.25, digest=None)
     run = open_run(str(run_dir))
     assert run.table("hand_outs")["handed_out_s"].tolist() == [5.0]
-    assert run.table("pulls")[["time_s", "wait_s", "load_s"]].tolist() == [(6.5, 0.5, 0.25), (4.0, 0.5, 0.25)]
+    assert run.table("pulls")[["time_s", "wait_s", "pause_s"]].tolist() == [(6.5, 0.5, 0.25), (4.0, 0.5, 0.25)]
 
 
 def test_whether_the_manager_closed_its_file(run_dir: Path) -> None:
@@ -94,7 +96,10 @@ def test_unreadable_files_are_listed_with_the_reason(run_dir: Path) -> None:
         ".attempt-0.rank-00003.rollout.h5.part",
     }
     assert "file signature not found" in reasons["attempt-0.rank-00001.relay.h5"]
-    assert reasons["attempt-0.rank-00002.rollout.h5"] == "has schema version 99, this program reads 1"
+    assert (
+        reasons["attempt-0.rank-00002.rollout.h5"]
+        == f"has schema version 99, this program reads {schema.SCHEMA_VERSION}"
+    )
     assert all("\n" not in reason for reason in reasons.values())
 
 
@@ -108,7 +113,7 @@ def test_no_record_is_one_line(tmp_path: Path) -> None:
 
 def test_rows_whose_content_never_came_are_left_out(run_dir: Path) -> None:
     with writer_of(run_dir, "rollout", 1) as writer:
-        writer.add("pulls", version=7, time_s=1.0, wait_s=0.0, load_s=0.0, digest=None)
+        writer.add("pulls", version=7, time_s=1.0, wait_s=0.0, copy_s=0.0, pause_s=0.0, digest=None)
         path = writer.path
     with h5py.File(path, "a", libver=("v110", "latest")) as file:
         file["pulls"].resize((4,))

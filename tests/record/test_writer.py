@@ -20,7 +20,14 @@ from laminar_hpc.record.convert import clip_text
 from laminar_hpc.record.reader import open_run, read_file
 from laminar_hpc.record.writer import RecordWriter
 
-PULL: dict[str, Any] = {"version": 1, "time_s": 2.5, "wait_s": 0.25, "load_s": 0.125, "digest": 2**64 - 1}
+PULL: dict[str, Any] = {
+    "version": 1,
+    "time_s": 2.5,
+    "wait_s": 0.25,
+    "copy_s": 0.0,
+    "pause_s": 0.125,
+    "digest": 2**64 - 1,
+}
 
 
 def new_writer(run_dir: Path, role: str, rank: int = 0, **metadata: str) -> RecordWriter:
