@@ -36,11 +36,14 @@ class MpiRun:
         return sorted(line for line in self.output.splitlines() if line.strip())
 
 
-def run_mpi(ranks: int, program: str, *arguments: object, timeout_s: float = 60.0) -> MpiRun:
-    """Run programs/`program` on `ranks` ranks; its output is stdout and stderr together."""
+def run_mpi(ranks: int, program: str, *arguments: object, timeout_s: float = 60.0, survive: bool = False) -> MpiRun:
+    """Run programs/`program` on `ranks` ranks; its output is stdout and stderr together.
+
+    With `survive`, the other ranks go on when one dies.
+    """
     words = [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
     process = subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), *OPTIONS, *words],
+        [MPIEXEC, "-n", str(ranks), *(["--with-ft", "ulfm"] if survive else []), *OPTIONS, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -52,12 +55,16 @@ def run_mpi(ranks: int, program: str, *arguments: object, timeout_s: float = 60.
         output, _ = process.communicate(timeout=timeout_s)
         return MpiRun(process.returncode, output)
     except subprocess.TimeoutExpired:
-        family = descendants(process.pid)
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_family(process.pid)
         output, _ = process.communicate(timeout=10.0)
         return MpiRun(None, output)
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL `pid` and all processes that come from it."""
+    for member in descendants(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

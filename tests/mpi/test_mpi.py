@@ -34,10 +34,10 @@ def test_mail_keeps_each_senders_order(ranks: int) -> None:
     assert ended.lines() == [f"{rank} ok" for rank in range(ranks)]
 
 
-def test_transfers() -> None:
-    ended = run_mpi(2, "transfers.py")
-    assert ended.code == 0, ended.output
-    assert ended.lines() == ["0 ok", "1 ok"]
+@pytest.mark.parametrize("nbytes", [10, 5_000_000])
+def test_mail_goes_on_after_a_death(nbytes: int) -> None:
+    ended = run_mpi(3, "mail_death.py", nbytes, survive=True)
+    assert [line for line in ended.lines() if "went on" in line] == ["0 went on", "1 went on"], ended.output
 
 
 @pytest.mark.parametrize("way", ["alone", "broken"])

@@ -73,6 +73,7 @@ FILE_READERS = ("laminar_hpc.config.load", "laminar_hpc.config.model_files")
 LIBRARIES = {
     "h5py": ("laminar_hpc.record",),
     "mpi4py": ("laminar_hpc.mpi",),
+    **dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), ("laminar_hpc.mpi.nixl_transport",)),
     "xxhash": ("laminar_hpc.weights.digest",),
     "reasoning_gym": ("laminar_hpc.tasks.reasoning_gym_task",),
     "math_verify": ("laminar_hpc.tasks.math_verifier",),

@@ -1,8 +1,8 @@
 """Publishes versions from trainers through relays to rollouts; rank 0 is the controller and the last to be satisfied.
 
-Arguments: trainers, relays, versions, bytes of the largest tensor, chunk bytes. Ranks: controller, trainers, relays, then
-one rollout for each relay. Every rollout pulls again and again until it has the last version; the digest of what it has
-mapped goes to the controller, which knows what was published. Prints, for each rollout, the versions it has loaded.
+Arguments: transport, trainers, relays, versions, bytes of the largest tensor, chunk bytes. Ranks: controller, trainers,
+relays, then one rollout for each relay. Every rollout pulls again and again until it has the last version; the digest of
+what it has mapped goes to the controller, which knows what was published. The last line says which version each has.
 """
 
 import os
@@ -11,23 +11,38 @@ import time
 
 import numpy as np
 
+from laminar_hpc.control.distribution import Distribution
+from laminar_hpc.control.relays import Relays
 from laminar_hpc.mpi.mail import Mail
-from laminar_hpc.mpi.transport import MpiTransport
+from laminar_hpc.mpi.transport import build_transport
 from laminar_hpc.mpi.world import open_world
 from laminar_hpc.process.memory import map_readonly, map_writable
-from laminar_hpc.protocol.commands import Broadcast, Publish, Release, Share
-from laminar_hpc.protocol.events import Loaded, Published, RelayHolds
-from laminar_hpc.protocol.peer import ChunkRequest, Lease, LeaseRequest, LeaseReturn, Shutdown, WeightsWritten
-from laminar_hpc.weights.digest import digests_of, image_digest, range_digests
+from laminar_hpc.protocol.commands import Broadcast, Command, Drop, Publish, Release, Share
+from laminar_hpc.protocol.events import Loaded, Published, RelayHolds, RelayReady
+from laminar_hpc.protocol.peer import (
+    ChunkGone,
+    ChunkRequest,
+    ChunkSent,
+    Layout,
+    Lease,
+    LeaseRequest,
+    LeaseReturn,
+    Shard,
+    Shutdown,
+    WeightsWritten,
+)
+from laminar_hpc.weights.digest import digests_of, image_digest
 from laminar_hpc.weights.forward import Forwarder
-from laminar_hpc.weights.manifest import make_manifest, range_bytes
+from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.publish import Publisher
 from laminar_hpc.weights.pull import Lender, Puller
+from laminar_hpc.weights.reshard import cut, whole_tensor
 
-trainers, relays, versions, tensor_bytes, chunk_bytes = map(int, sys.argv[1:])
+transport_name = sys.argv[1]
+trainers, relays, versions, tensor_bytes, chunk_bytes = map(int, sys.argv[2:])
 world = open_world()
 mail = Mail(world)
-transport = MpiTransport(world)
+transport = build_transport(transport_name, world)
 assert world.size == 1 + trainers + 2 * relays
 trainer_ranks = range(1, 1 + trainers)
 relay_ranks = range(1 + trainers, 1 + trainers + relays)
@@ -35,6 +50,8 @@ rollout_ranks = range(1 + trainers + relays, world.size)
 manifest = make_manifest(
     [("big", (tensor_bytes,), "uint8"), ("none", (0, 3), "float32"), ("odd", (3,), "bfloat16")], chunk_bytes
 )
+tiles = [whole_tensor(entry) for entry in manifest.tensors if entry.nbytes]
+layout = Layout(manifest, [Shard(rank, cut(tiles, trainers, index)) for index, rank in enumerate(trainer_ranks)])
 deadline_s = time.monotonic() + 45.0
 
 
@@ -51,41 +68,56 @@ def image(version: int) -> np.ndarray:
 
 
 class Controller:
-    """Has a version published, broadcast and released; hears of every load."""
+    """Has a version published when the one before it has reached all relays, and hears of every load."""
 
     def __init__(self) -> None:
+        self.distribution = Distribution(Relays(relays))
         self.expected = {version: image_digest(digests_of(tensors(version), manifest)) for version in range(versions)}
-        self.shares: dict[int, dict[int, Published]] = {version: {} for version in range(versions)}
+        self.shares: dict[int, Share] = {}
         self.holds: dict[int, set[int]] = {version: set() for version in range(versions)}
         self.loads: dict[int, list[int]] = {rank: [] for rank in rollout_ranks}
-        for version in range(versions):
-            for rank in trainer_ranks:
-                mail.send(rank, Publish("test", version, version))
+        for rank in relay_ranks:
+            self.obey(self.distribution.relay_ready(RelayReady(rank, 0, f"node{rank}"), time.monotonic()))
+        self.publish(0)
 
-    def take(self, message: object) -> None:
+    def publish(self, version: int) -> None:
+        self.shares = {}
+        for rank in trainer_ranks:
+            mail.send(rank, Publish("test", version, version))
+
+    def obey(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Broadcast():
+                    for rank in command.chain:
+                        mail.send(rank, command)
+                case Drop():
+                    for rank in relay_ranks:
+                        mail.send(rank, command)
+                case Release():
+                    for rank in trainer_ranks:
+                        mail.send(rank, command)
+                case _:
+                    raise AssertionError(command)
+
+    def take(self, _source: int, message: object) -> None:
+        now = time.monotonic()
         match message:
             case Published():
-                published = self.shares[message.version]
-                published[message.rank] = message
-                if len(published) == trainers:
-                    self.spread(message.version, [published[rank] for rank in trainer_ranks])
+                self.shares[message.rank] = Share(message.rank, message.digests)
+                if len(self.shares) == trainers:
+                    self.obey(self.distribution.published(message.version, [*self.shares.values()], now))
             case RelayHolds():
+                assert message.digest == self.expected[message.version], "a relay holds something else"
                 self.holds[message.version].add(message.rank)
-                if message.rank == relay_ranks[0]:
-                    for rank in trainer_ranks:
-                        mail.send(rank, Release("test", message.version))
+                self.obey(self.distribution.relay_holds(message, now))
+                if len(self.holds[message.version]) == relays and message.version < versions - 1:
+                    self.publish(message.version + 1)
             case Loaded():
                 assert message.digest == self.expected[message.version], (
                     f"version {message.version} is not what was published"
                 )
                 self.loads[message.rank].append(message.version)
-
-    def spread(self, version: int, published: list[Published]) -> None:
-        shares = [Share(p.rank, p.first_chunk, len(p.digests) // 8) for p in published]
-        digests = b"".join(p.digests for p in published)
-        assert image_digest(digests) == self.expected[version]
-        for rank in relay_ranks:
-            mail.send(rank, Broadcast("test", version, list(relay_ranks), shares, digests))
 
     def poll(self) -> None:
         everywhere = all(len(ranks) == relays for ranks in self.holds.values())
@@ -98,10 +130,11 @@ class Trainer:
     """Driver and worker in one."""
 
     def __init__(self) -> None:
-        self.publisher = Publisher(transport, manifest, world.rank - trainer_ranks[0], trainers)
+        self.publisher = Publisher(transport, layout, mail.send)
         self.todo: list[int] = []
+        self.tiles = next(shard.tiles for shard in layout.shards if shard.rank == world.rank)
 
-    def take(self, message: object) -> None:
+    def take(self, _source: int, message: object) -> None:
         match message:
             case Publish():
                 self.todo.append(message.version)
@@ -109,35 +142,42 @@ class Trainer:
                 self.publisher.release(message.version)
             case ChunkRequest():
                 self.publisher.serve(message)
+            case LeaseReturn():
+                self.publisher.returned(message)
 
     def poll(self) -> None:
-        self.publisher.poll()
+        for version, digests in self.publisher.poll():
+            mail.send(0, Published(world.rank, 0, version, digests, 0.0))
         if not self.todo or (write := self.publisher.begin(self.todo[0])) is None:
             return
         version = self.todo.pop(0)
-        first, chunks = write.first_chunk, write.chunks
-        nbytes = range_bytes(manifest, first, chunks)
-        data = image(version)[first * chunk_bytes :][:nbytes]
+        whole = image(version)
+        data = [whole[tile.offset + tile.first :][: tile.nbytes] for tile in self.tiles]  # each tile is one run
+        nbytes = sum(part.nbytes for part in data)
         with map_writable(write.path, write.offset, nbytes) as slot:
-            slot[:] = data
-        digests = range_digests(manifest, first, chunks, data)
-        self.publisher.written(WeightsWritten(version, digests, 0.0))
-        mail.send(0, Published(world.rank, 0, version, first, digests, 0.0))
+            slot[:] = np.concatenate([np.empty(0, np.uint8), *data])
+        self.publisher.written(WeightsWritten(version, 0.0))
 
 
 class Relay:
     """Fetches, forwards, lends."""
 
     def __init__(self) -> None:
-        self.forwarder = Forwarder(transport, manifest, mail.send, window=4, slots=3, verify=True)
+        self.forwarder = Forwarder(transport, layout, mail.send, window=4, slots=3, verify=True)
         self.lender = Lender(self.forwarder.image, mail.send)
 
-    def take(self, message: object) -> None:
+    def take(self, _source: int, message: object) -> None:
         match message:
             case Broadcast():
                 self.forwarder.start(message, time.monotonic())
+            case Drop():
+                self.forwarder.drop(message.version)
             case ChunkRequest():
                 self.forwarder.serve(message)
+            case ChunkSent():
+                self.forwarder.sent(message)
+            case ChunkGone():
+                self.forwarder.refused(message)
             case LeaseRequest():
                 self.lender.asked(message)
             case LeaseReturn():
@@ -145,7 +185,7 @@ class Relay:
 
     def poll(self) -> None:
         for held in self.forwarder.poll(time.monotonic()):
-            mail.send(0, RelayHolds(world.rank, 0, held.version, held.seconds))
+            mail.send(0, RelayHolds(world.rank, 0, held.version, held.seconds, held.digest))
         self.lender.poll()
 
 
@@ -156,9 +196,9 @@ class Rollout:
         self.puller = Puller(world.rank, world.rank - relays, mail.send)
         self.puller.request(0)
 
-    def take(self, message: object) -> None:
+    def take(self, source: int, message: object) -> None:
         if isinstance(message, Lease):
-            lease = self.puller.lent(message)
+            lease = self.puller.lent(source, message)
             assert lease is not None
             with map_readonly(lease.path, lease.offset, manifest.nbytes) as mapped:
                 views = [mapped[entry.offset : entry.offset + entry.nbytes] for entry in manifest.tensors]
@@ -186,23 +226,18 @@ over = False
 while not over:
     assert time.monotonic() < deadline_s, f"rank {world.rank}: {vars(role)}"
     messages = mail.poll()
-    for _, message in messages:
+    for source, message in messages:
         over = over or isinstance(message, Shutdown)
-        role.take(message)
+        role.take(source, message)
     role.poll()
+    transport.poll()
     if not messages:
         os.sched_yield()  # more ranks than cores
 if isinstance(role, Controller):
     for rank, loads in role.loads.items():
         assert loads == sorted(set(loads)), f"rollout {rank} went back"
-    print(
-        "published",
-        versions,
-        "loaded by",
-        len(role.loads),
-        "the last one",
-        *{loads[-1] for loads in role.loads.values()},
-    )
+    last = {loads[-1] for loads in role.loads.values()}
+    print("published", versions, "loaded by", len(role.loads), "the last one", *last)
 if isinstance(role, Relay):
     assert not role.forwarder.waiting_for
     assert np.array_equal(role.forwarder.image.bytes_of(versions - 1), image(versions - 1))
