@@ -42,6 +42,8 @@ from laminar_hpc.protocol.trajectory import Block, Purpose, Source, TrajectorySp
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.trainer.architecture import read_architecture
 from laminar_hpc.weights.image import Image
+from laminar_hpc.weights.reshard import ShardMap
+from laminar_hpc.weights.scatter import scatter
 
 ROUNDS = 5
 
@@ -220,11 +222,17 @@ def _published(config: Config, logs: str) -> tuple[Image, Manifest]:
         side.send(StartTrainer(alone.model_dump_json().encode(), 0, 1))
         up = side.receive(config.job.start_timeout_s, "start")
         assert isinstance(up, TrainerUp), type(up).__name__
-        image = Image.create(up.manifest.nbytes, 2)
-        image.begin_fill(0)
-        side.send(WriteWeights(0, image.path, image.offset_of(0), 0, up.manifest.chunks))
-        _expect(side.receive(config.job.stall_timeout_s, "write the weights"), WeightsWritten)
-        image.complete(0)
+        shard = ShardMap(up.tiles)
+        with Image.create(shard.nbytes, 2) as published:
+            data = published.begin_fill(0)
+            image = Image.create(up.manifest.nbytes, 2)
+            slot = image.begin_fill(0)
+            assert data is not None
+            assert slot is not None
+            side.send(WriteWeights(0, published.path, published.offset_of(0)))
+            _expect(side.receive(config.job.stall_timeout_s, "write the weights"), WeightsWritten)
+            scatter(data, shard.rectangles(0, shard.nbytes), slot)
+            image.complete(0)
         return image, up.manifest
     finally:
         side.stop()

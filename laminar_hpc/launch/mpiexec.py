@@ -36,7 +36,7 @@ def ranks_by_node(config: Config) -> list[tuple[str, int]]:
     The order is the one that policy.roles.assign expects.
     """
     job = config.job
-    per_node = job.rollouts // job.relays + 1
+    per_node = 1 + job.spares + job.rollouts // job.relays
     nodes = [(f"node{index}", per_node) for index in range(job.relays)]
     nodes[0] = (nodes[0][0], per_node + 1 + job.trainers)
     return nodes
@@ -48,7 +48,7 @@ def command_line(config: Config, arguments: list[str]) -> list[str]:
     `arguments` are those of jobs/train.py.
     """
     program = [sys.executable, "-m", "laminar_hpc.jobs.train", *arguments]
-    line = [find_mpiexec(), "--bind-to", "none", "--oversubscribe"]
+    line = [find_mpiexec(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe"]
     contexts = ranks_by_node(config)
     for index, (node, ranks) in enumerate(contexts):
         if index:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 from collections import deque
 
 from laminar_hpc.errors import ProtocolError
@@ -31,6 +32,7 @@ class Channel:
         self._stream = stream
         self._waits = waits
         self._outbox: deque[memoryview] = deque()
+        self._sending = threading.Lock()
         self._inbox = bytearray()
 
     @classmethod
@@ -49,14 +51,15 @@ class Channel:
         return self._stream.fileno()
 
     def send(self, message: AnyRecord) -> None:
-        """Send one message; ChannelClosed where nobody is left to read it."""
+        """Send one message, from any thread; ChannelClosed where nobody is left to read it."""
         data = encode(message)
         length = len(data).to_bytes(LENGTH_BYTES, "little")
-        if len(data) <= READ_BYTES:  # one piece wakes the other end once
-            self._outbox.append(memoryview(length + data))
-        else:
-            self._outbox += [memoryview(length), memoryview(data)]
-        self._push()
+        with self._sending:
+            if len(data) <= READ_BYTES:  # one piece wakes the other end once
+                self._outbox.append(memoryview(length + data))
+            else:
+                self._outbox += [memoryview(length), memoryview(data)]
+            self._push()
 
     def receive(self, timeout_s: float | None = 0.0) -> AnyRecord | None:
         """The next message, or None where none came within `timeout_s` (None: wait for ever).
@@ -64,7 +67,8 @@ class Channel:
         Waiting for ever is for a worker with nothing else to do: the stream closes when its driver is gone. ChannelClosed
         where the other end is gone and all that it sent was received.
         """
-        self._push(quietly=True)
+        with self._sending:
+            self._push(quietly=True)
         while (message := self._next()) is None:
             if not select_readable(self, timeout_s):
                 return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,63 @@ def map_readonly(path: str, offset: int, nbytes: int) -> Iterator[NDArray[np.uin
     The bytes may change when the lease on them is given back: no view of the array may be used after the context ends.
     The mapping itself goes with the last view. OSError where there is no such file, ValueError where it is too short.
     """
-    yield _map(path, offset, nbytes, os.O_RDONLY, mmap.ACCESS_READ)
+    yield _map(path, offset, nbytes, os.O_RDONLY, mmap.PROT_READ)
 
 
 @contextlib.contextmanager
 def map_writable(path: str, offset: int, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-    """The same as an array that is written through to the memory: what a trainer's worker fills for its driver."""
-    yield _map(path, offset, nbytes, os.O_RDWR, mmap.ACCESS_WRITE)
+    """The same as an array that is written through to the memory."""
+    yield _map(path, offset, nbytes, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _map(path: str, offset: int, nbytes: int, mode: int, access: int) -> NDArray[np.uint8]:
+class KeptMappings:
+    """Read-only mappings of memory that is lent again and again: mapped once, with every page there from then on.
+
+    The bytes may change when the lease on them is given back. Only the mappings of the last path are kept: when another
+    relay lends, those of the one before it go with their last view.
+    """
+
+    def __init__(self, prepare: Callable[[NDArray[np.uint8]], object] = lambda _memory: None) -> None:
+        """`prepare` is called once for each new mapping, to pin it for instance."""
+        self._prepare = prepare
+        self._path = ""
+        self._mapped: dict[tuple[int, int], NDArray[np.uint8]] = {}
+
+    def view(self, path: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The `nbytes` from `offset` on of the file at `path`. OSError where there is no such file, ValueError if it is short."""
+        if path != self._path:
+            self._path, self._mapped = path, {}
+        if (offset, nbytes) not in self._mapped:
+            memory = _map(path, offset, nbytes, os.O_RDONLY, mmap.PROT_READ, mmap.MAP_POPULATE)
+            self._prepare(memory)
+            self._mapped[offset, nbytes] = memory
+        return self._mapped[offset, nbytes]
+
+
+def map_for_good(path: str) -> NDArray[np.uint8]:
+    """All of the file at `path`, writable, with every page there already: what a trainer's worker fills for its driver.
+
+    The mapping goes with the last view. A page that is first touched when weights are written would cost more than its
+    bytes do.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return np.empty(0, dtype=np.uint8)
+        mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def _map(path: str, offset: int, nbytes: int, mode: int, protection: int, flags: int = 0) -> NDArray[np.uint8]:
     before = offset % mmap.ALLOCATIONGRANULARITY
     fd = os.open(path, mode | os.O_CLOEXEC)
     try:
         if nbytes == 0:  # to mmap, 0 means: all there is
             return np.empty(0, dtype=np.uint8)
-        mapped = mmap.mmap(fd, before + nbytes, access=access, offset=offset - before)
+        mapped = mmap.mmap(fd, before + nbytes, mmap.MAP_SHARED | flags, protection, offset=offset - before)
     finally:
         os.close(fd)
     return np.frombuffer(mapped, dtype=np.uint8, count=nbytes, offset=before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +46,9 @@ def fill(model: Any, manifest: Manifest, image: NDArray[np.uint8]) -> None:
         if parameter.device.type == "cpu":
             np.copyto(_bytes_of(parameter).numpy(), source)
         else:
-            _bytes_of(parameter).copy_(torch.from_numpy(source.copy()))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not writable")  # nobody writes to it
+                _bytes_of(parameter).copy_(torch.from_numpy(source))
 
 
 def stored(model: Any, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from laminar_hpc.config.model_files import read_end_tokens
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError
-from laminar_hpc.process.memory import map_readonly
+from laminar_hpc.process.memory import KeptMappings
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
 from laminar_hpc.rollout.api import EngineStats, Request, Sampled, check_request, stop_of
 from laminar_hpc.rollout.hf_model import build_model, fill, stored
 from laminar_hpc.rollout.kv_cache import Decode, KVCache, Prefill, Rows
+from laminar_hpc.rollout.pinning import pin
 from laminar_hpc.rollout.sampling import sample, signed
 
 PREFILL_TOKENS = 8192
@@ -70,6 +71,7 @@ class TorchEngine:
         self._limits = limits
         self._places = limits.max_prompt_tokens + limits.max_response_tokens
         self._cache = self._build_cache()
+        self._lent = KeptMappings(pin)
         self._version: int | None = None
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
@@ -130,8 +132,7 @@ class TorchEngine:
                 f"torch engine: version {version} cannot be loaded while "
                 f"{len(self._running)} trajectories run and {len(self._waiting)} wait"
             )
-        with map_readonly(lease.path, lease.offset, manifest.nbytes) as image:
-            fill(self._model, manifest, image)
+        fill(self._model, manifest, self._lent.view(lease.path, lease.offset, manifest.nbytes))
         self._version = version
 
     def weights(self, manifest: Manifest) -> Iterator[NDArray[np.uint8]]:

@@ -33,7 +33,8 @@ from vllm.model_executor.model_loader import DummyModelLoader, register_model_lo
 from vllm.platforms import current_platform
 
 from laminar_hpc.errors import EngineError
-from laminar_hpc.process.memory import map_readonly, map_writable
+from laminar_hpc.process.memory import KeptMappings, map_writable
+from laminar_hpc.rollout.pinning import pin
 from laminar_hpc.rollout.vllm_layout import Piece, pieces_of
 from laminar_hpc.rollout.vllm_setup import BACKEND, unlink_shared_memory
 from laminar_hpc.weights.digest import chunk_digest
@@ -91,6 +92,7 @@ class SharedMemoryEngine(WeightTransferEngine[Layout, Lent]):  # type: ignore[mi
         self._pieces: dict[str, Piece] = pieces_of(self.model)
         self._tensors: list[tuple[str, tuple[int, ...], str, int, int]] = []
         self._probes = np.random.default_rng(0)
+        self._lent = KeptMappings(pin)
 
     def init_transfer_engine(self, init_info: Layout) -> None:
         """Take in the layout. EngineError names the first tensor that is not as in the model; nothing is copied yet."""
@@ -116,8 +118,8 @@ class SharedMemoryEngine(WeightTransferEngine[Layout, Lent]):  # type: ignore[mi
 
     def receive_weights(self, update_info: Lent) -> None:
         """Copy this shard's part of every tensor into the model."""
-        with map_readonly(update_info.path, update_info.offset, update_info.nbytes) as image:
-            self.model.load_weights(self._tensors_in(image))
+        image = self._lent.view(update_info.path, update_info.offset, update_info.nbytes)
+        self.model.load_weights(self._tensors_in(image))
 
     def finish_weight_update(self) -> None:
         """Pack anew what the CPU's kernels read packed. On GPUs the parameters are what the kernels read."""

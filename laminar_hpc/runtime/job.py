@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     from laminar_hpc.mpi.world import open_world
 
     world = open_world()
-    prepared = _prepare(options, world.node_of_rank()) if world.rank == 0 else _Prepared()
+    prepared = _prepare(options, world.node_of_rank(), world.switch_of_node()) if world.rank == 0 else _Prepared()
     prepared = msgspec.msgpack.decode(world.broadcast(msgspec.msgpack.encode(prepared)), type=_Prepared)
     if prepared.error or prepared.settings is None:
         if world.rank == 0:
@@ -52,15 +52,10 @@ def main(arguments: list[str]) -> int:
         return EXIT_BAD_INPUT
     config = Config.model_validate_json(prepared.config)
     try:
-        code = _be(Rank(config, prepared.settings, world, prepared.placements))
+        return _be(Rank(config, prepared.settings, world, prepared.placements), may_be_stopped=bool(options.run_dir))
     except LaminarError as error:
         say(f"laminar: rank {world.rank}: {error}", error=True)
         os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
-    if world.rank == 0 and code == 0:
-        state = _state(config.run_dir)
-        # Nobody reads the exit code below `laminar run`; a batch system must not take a run that was stopped for a finished one.
-        return 0 if state == "finished" or (state == "stopped" and options.run_dir) else EXIT_FAILED
-    return code
 
 
 class _Prepared(msgspec.Struct):
@@ -72,20 +67,25 @@ class _Prepared(msgspec.Struct):
     error: str = ""
 
 
-def _prepare(options: argparse.Namespace, nodes: list[str]) -> _Prepared:
+def _prepare(options: argparse.Namespace, nodes: list[str], switches: dict[str, str]) -> _Prepared:
     try:
         config = read_config(options.run_dir) if options.run_dir else load_config(options.config, options.overrides)
-        placements = assign(nodes, config.job.trainers, config.job.relays, config.job.rollouts)
+        placements = assign(nodes, config.job.trainers, config.job.relays, config.job.rollouts, config.job.spares)
         if not options.run_dir:
             check_run(config)
             create_run_dir(config)
-        return _Prepared(config.model_dump_json().encode(), controller_settings(config, attempt=0), placements)
+        settings = controller_settings(config, 0, placements, switches)
+        return _Prepared(config.model_dump_json().encode(), settings, placements)
     except LaminarError as error:
         return _Prepared(error=str(error))
 
 
-def _be(rank: Rank) -> int:
-    """Open the record, run the loop of the role, and leave with the others."""
+def _be(rank: Rank, *, may_be_stopped: bool) -> int:
+    """Open the record, run the loop of the role, and leave with the others; the exit code of this process.
+
+    `may_be_stopped`: nobody reads the exit code below `laminar run`, but a batch system must not take a run that was stopped
+    for a finished one.
+    """
     rank.record = open_record(rank)
     leaving = run_loop(rank, _build_loop(rank))
     try:
@@ -94,15 +94,15 @@ def _be(rank: Rank) -> int:
         say(f"{rank.name}: {error}", error=True)
     if leaving is not Leaving.LOST and rank.me.role is not Role.MANAGER:
         say_goodbye(rank)
+    code = 0
+    if rank.me.role is Role.MANAGER:
+        good = ("finished", "stopped") if may_be_stopped else ("finished",)
+        status = read_status(rank.config.run_dir)  # the only word on a job's outcome
+        code = 0 if status is not None and status.state in good else EXIT_FAILED
     if not rank.world.finish(clean=leaving is Leaving.TOGETHER, timeout_s=FAREWELL_S):
-        os._exit(EXIT_FAILED)  # MPI is in no state to be finalised, and the interpreter's own clean-up would do so
-    return 0
-
-
-def _state(run_dir: str) -> str:
-    """By the status file, which is the only word on a job's outcome."""
-    status = read_status(run_dir)
-    return "" if status is None else status.state
+        # MPI is in no state to be finalised, and the interpreter's own clean-up would do so.
+        os._exit(EXIT_FAILED if leaving is Leaving.LOST else code)
+    return code
 
 
 def _build_loop(rank: Rank) -> RankLoop:
@@ -120,6 +120,10 @@ def _build_loop(rank: Rank) -> RankLoop:
             from laminar_hpc.runtime.relay import RelayLoop
 
             return RelayLoop(rank)
+        case Role.SPARE:
+            from laminar_hpc.runtime.spare import SpareLoop
+
+            return SpareLoop(rank)
         case Role.ROLLOUT:
             from laminar_hpc.runtime.rollout import RolloutLoop
 

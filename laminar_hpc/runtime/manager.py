@@ -1,7 +1,8 @@
 """The manager's loop: messages become events, the controller decides, commands become messages.
 
 It holds no rule of its own. What it adds to the controller is what needs a clock or a file: the store's first shard, the
-record, the live status, and two watchdogs: ranks that say nothing, and a job in which nothing moves.
+record, the live status, and three watchdogs: ranks that MPI finds dead, ranks that say nothing, and a job in which nothing
+moves.
 """
 
 from __future__ import annotations
@@ -14,34 +15,58 @@ from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.commands import (
     AnyCommand,
+    Attach,
     Broadcast,
+    Drop,
     EndJob,
+    Forget,
     Generate,
     Publish,
     Pull,
+    Readmit,
     Release,
     ReportEvaluation,
     ReportStep,
     Settle,
+    Sever,
+    TakeOver,
     Train,
 )
-from laminar_hpc.protocol.events import AnyEvent, Event, JobFailed, StopRequested, Streamed
+from laminar_hpc.protocol.events import (
+    AnyEvent,
+    Event,
+    JobFailed,
+    RankHeard,
+    RankLost,
+    RelayReady,
+    StopRequested,
+    Streamed,
+)
 from laminar_hpc.protocol.peer import (
     Append,
     Failure,
     Fetch,
     Goodbye,
     Heartbeat,
+    LinkMeasured,
+    Lost,
     ManagerAlive,
     Manifest,
+    MeasureLink,
+    Readmitted,
+    Shard,
     Shutdown,
 )
 from laminar_hpc.protocol.trajectory import State
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.runtime.layout import LayoutDesk
 from laminar_hpc.runtime.live import Live
-from laminar_hpc.runtime.rank import FAREWELL_S, Rank, say
+from laminar_hpc.runtime.rank import FAREWELL_S, LONGEST_NAP_S, Rank, say
 from laminar_hpc.runtime.recording import ManagerRecord
 from laminar_hpc.runtime.store import Store
+
+LINKS_S = 60.0
+"""How long after the start the chunks' length waits for links that nobody has measured yet."""
 
 
 class ManagerLoop:
@@ -63,6 +88,10 @@ class ManagerLoop:
         self._ending: EndJob | None = None
         self._ending_since = 0.0
         self._left: set[int] = set()
+        self._epoch = 0
+        self._epoch_of: dict[int, int] = {}  # of each rank that was lost
+        self._silent: set[int] = set()  # relays that were taken for lost, but are not known to be dead
+        self._desk = LayoutDesk(len(self._trainers), rank.ranks_of(Role.RELAY), rank.config.weights.chunk_bytes)
 
     def start(self, now: float) -> None:
         """Open the books."""
@@ -82,9 +111,12 @@ class ManagerLoop:
                 if self._ending is None:  # after the end all payload is dropped
                     self._rank.mail.send(source, self._store.fetch(message))
             case Heartbeat():
-                self._beats[source] = (now, message)
-            case Manifest():
-                self._spread_manifest(message)
+                self._hear(source, message, now)
+            case Manifest() | Shard() | LinkMeasured():
+                self._desk.add(message)
+            case RelayReady():
+                self._measure_links(message)
+                self._decide(message, now)
             case Failure():
                 self._beats.pop(source, None)
                 self._left.add(source)
@@ -103,6 +135,9 @@ class ManagerLoop:
         if self._rank.terminated is not None:
             signal_name, self._rank.terminated = self._rank.terminated, None
             self._decide(StopRequested(f"signal {signal_name}"), now)
+        self._bury(now)
+        self._watch_relays(now)
+        self._lay_out(now)
         if now >= self._next_alive:
             self._next_alive = now + self._rank.config.job.heartbeat_s
             for rank in self._others:
@@ -118,6 +153,10 @@ class ManagerLoop:
     def phase(self, busy: bool) -> str:
         """Work or idle."""
         return "work" if busy else "idle"
+
+    def longest_nap_s(self) -> float:
+        """As any loop's."""
+        return LONGEST_NAP_S
 
     def channels(self) -> list[Channel]:
         """None."""
@@ -151,7 +190,7 @@ class ManagerLoop:
                 for spec in command.trajectories:
                     self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
-            case Pull():
+            case Pull() | Attach():
                 send(command.rank, command)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
@@ -159,6 +198,24 @@ class ManagerLoop:
             case Broadcast():
                 for relay in command.chain:
                     send(relay, command)
+            case Drop():
+                for relay in self._rank.ranks_of(Role.RELAY):
+                    send(relay, command)
+            case Forget():
+                self._epoch += 1
+                self._epoch_of[command.rank] = self._epoch
+                for rank in self._others:
+                    if rank != command.rank:
+                        send(rank, Lost(command.rank, self._epoch))
+            case Sever():
+                self._epoch += 1
+                send(command.rank, Lost(command.source, self._epoch))
+                send(command.source, Lost(command.rank, self._epoch))
+            case TakeOver():
+                self._take_over(command)
+            case Readmit():
+                self._silent.discard(command.rank)
+                send(command.rank, Readmitted(command.incarnation, self._epoch_of[command.rank]))
             case Settle():
                 self._settle(command)
             case ReportStep() | ReportEvaluation():
@@ -174,18 +231,80 @@ class ManagerLoop:
             self._store.drop(outcome.trajectory)
             self._live.forget(outcome.trajectory)
 
-    def _spread_manifest(self, manifest: Manifest) -> None:
+    # --- the layout of the weights ----------------------------------------------------------------------------------
+
+    def _measure_links(self, message: RelayReady) -> None:
+        for relay, source in self._desk.relay_ready(message.rank):
+            self._rank.mail.send(relay, MeasureLink(source))
+
+    def _lay_out(self, now: float) -> None:
+        """Tell everybody the layout as soon as it is complete; a link that is not measured by then is not waited for long."""
+        if self._desk.layout is not None:
+            return
+        layout = self._desk.make(patient=now < LINKS_S)
+        if layout is None:
+            return
         if self._recorded is not None:
-            self._recorded.image_nbytes = manifest.nbytes
-        for role in (Role.RELAY, Role.ROLLOUT):
+            self._recorded.image_nbytes = layout.manifest.nbytes
+        for role in (Role.TRAINER, Role.RELAY, Role.ROLLOUT):
             for rank in self._rank.ranks_of(role):
-                self._rank.mail.send(rank, manifest)
+                self._rank.mail.send(rank, layout)
+
+    def _take_over(self, command: TakeOver) -> None:
+        """A spare becomes a relay: from now on it counts as one."""
+        self._rank.promote(command.rank)
+        self._rank.mail.send(command.rank, command)
+        if self._desk.layout is not None:
+            self._rank.mail.send(command.rank, self._desk.layout)
 
     # --- watchdogs --------------------------------------------------------------------------------------------------
+
+    def _hear(self, source: int, beat: Heartbeat, now: float) -> None:
+        self._beats[source] = (now, beat)
+        if source in self._silent:
+            self._decide(RankHeard(source, self._controller.incarnation_of(source)), now)
+
+    def _bury(self, now: float) -> None:
+        """Ranks that MPI has found dead."""
+        for rank in self._rank.mail.lost():
+            if rank in self._left:
+                continue
+            self._left.add(rank)
+            self._beats.pop(rank, None)
+            self._silent.discard(rank)
+            self._lose(rank, "its process is gone", now)
+            if self._rank.placements[rank].role is Role.ROLLOUT:
+                self._epoch += 1
+                for relay in self._rank.ranks_of(Role.RELAY):
+                    self._rank.mail.send(relay, Lost(rank, self._epoch))
+        rollouts = self._rank.ranks_of(Role.ROLLOUT)
+        if self._left.issuperset(rollouts):
+            self._decide(JobFailed("failed", f"no rollout is left: ranks {rollouts} are gone"), now)
+
+    def _watch_relays(self, now: float) -> None:
+        """A relay that says nothing holds up all those behind it, so it is waited for less long than others are."""
+        bound = self._rank.config.weights.relay_timeout_s
+        for rank in self._rank.ranks_of(Role.RELAY):
+            if rank in self._left or rank in self._silent or rank not in self._beats:
+                continue
+            silent_s = now - self._beats[rank][0]
+            if silent_s > bound:
+                self._silent.add(rank)
+                self._rank.mail.forget(rank)
+                self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
+
+    def _lose(self, rank: int, reason: str, now: float) -> None:
+        self._decide(RankLost(rank, self._controller.incarnation_of(rank), f"{self._name(rank)}: {reason}"), now)
+
+    def _name(self, rank: int) -> str:
+        placement = self._rank.placements[rank]
+        return f"rank {rank} ({placement.role.value} {placement.index} on {placement.node})"
 
     def _watch(self, now: float) -> None:
         job = self._rank.config.job
         for rank in self._others:
+            if rank in self._left or rank in self._silent:
+                continue
             heard = self._beats[rank][0] if rank in self._beats else 0.0
             bound = job.silence_timeout_s if rank in self._beats else job.start_timeout_s
             if now - heard > bound:
@@ -232,13 +351,14 @@ class ManagerLoop:
         if self._recorded is not None:
             self._recorded.ended(command, now)
         self._live.finish(command)
-        self.clean = not self._left
+        self.clean = not self._left and not self._silent
         for rank in self._others:
             self._rank.mail.send(rank, Shutdown(clean=self.clean))
 
     def _farewell(self, now: float) -> bool:
         """Wait for the others to leave, but not for ever."""
-        if len(self._left) == len(self._others) or now - self._ending_since > FAREWELL_S:
+        self._left.update(self._rank.mail.lost())
+        if len(self._left | self._silent) == len(self._others) or now - self._ending_since > FAREWELL_S:
             self.done = True
         return False
 

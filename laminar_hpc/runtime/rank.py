@@ -36,6 +36,9 @@ SHORTEST_NAP_S = 0.0005
 LONGEST_NAP_S = 0.01
 """An idle loop sleeps between these: long enough that many ranks can share a core, short beside any step."""
 
+TRANSFER_NAP_S = 0.001
+"""The longest pause while chunks are under way: MPI moves bytes only when it is called."""
+
 FAREWELL_S = 5.0
 """How long ranks wait for each other at the end."""
 
@@ -67,6 +70,9 @@ class RankLoop(Protocol):
 
     def phase(self, busy: bool) -> str:
         """The phase that the time since the last turn counts to (record.schema.PHASES of its role)."""
+
+    def longest_nap_s(self) -> float:
+        """How long the loop may sleep when there was nothing to do."""
 
     def channels(self) -> list[Channel]:
         """The workers' channels, so that an idle loop wakes when one speaks."""
@@ -105,10 +111,23 @@ class Rank:
         """The ranks of a role, in order of their index."""
         return [rank for rank, placement in enumerate(self.placements) if placement.role is role]
 
+    def promote(self, spare: int) -> None:
+        """Rank `spare` is the relay of its node from now on, after those that there are."""
+        placement = self.placements[spare]
+        self.placements[spare] = Placement(Role.RELAY, len(self.ranks_of(Role.RELAY)), placement.node)
+        self.me = self.placements[self.world.rank]
+
     def place_on_node(self) -> int:
         """How many ranks of this role on this node come before this one: which of the node's GPUs is its."""
         here = [placement for placement in self.placements[: self.world.rank] if placement.node == self.me.node]
         return sum(placement.role is self.me.role for placement in here)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often this rank says that it is alive: a relay several times in the time after which it would count as lost."""
+        if self.me.role in (Role.RELAY, Role.SPARE):
+            return min(self.config.job.heartbeat_s, self.config.weights.relay_timeout_s / 4)
+        return self.config.job.heartbeat_s
 
     def log_path(self, worker: str) -> str:
         """Where a worker of this rank writes its output."""
@@ -161,7 +180,7 @@ def run_loop(rank: Rank, loop: RankLoop) -> Leaving:
                 frame.nap_s = SHORTEST_NAP_S
             else:
                 wait_any(loop.channels(), frame.nap_s)
-                frame.nap_s = min(2 * frame.nap_s, LONGEST_NAP_S)
+                frame.nap_s = min(2 * frame.nap_s, loop.longest_nap_s())
         frame.write_phases(rank.now())
         if frame.left_alone:
             return Leaving.LOST
@@ -211,6 +230,8 @@ class _Frame:
                 self.rank.terminated = None
             if now - self._heard_manager > self.rank.config.job.silence_timeout_s:
                 self.left_alone = f"the manager has said nothing for {now - self._heard_manager:.0f} s"
+            if MANAGER in self.rank.mail.lost():
+                self.left_alone = "the manager is gone"
         if self.rank.parent_is_gone():
             self.left_alone = "the launcher is gone"
         if self.left_alone:
@@ -222,7 +243,7 @@ class _Frame:
         if waiting_for != self._waiting_for:
             self._waiting_for, self._waiting_since = waiting_for, now
         if now >= self._next_beat:
-            self._next_beat = now + self.rank.config.job.heartbeat_s
+            self._next_beat = now + self.rank.heartbeat_s
             self.rank.tell_manager(Heartbeat(self.rank.world.rank, waiting_for, now - self._waiting_since))
 
     def write_phases(self, now: float) -> None:

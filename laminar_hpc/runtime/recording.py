@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import msgspec
@@ -10,22 +9,22 @@ import msgspec
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.commands import (
     AnyCommand,
-    Broadcast,
     EndJob,
     Generate,
     Publish,
+    Release,
     ReportEvaluation,
     ReportStep,
     Settle,
 )
-from laminar_hpc.protocol.events import AnyEvent, Published, RankLost
+from laminar_hpc.protocol.events import AnyEvent, Published, RankLost, RelayHolds
 from laminar_hpc.protocol.trajectory import Block
 from laminar_hpc.protocol.wire import encode
 from laminar_hpc.record import provenance
+from laminar_hpc.record.relay_events import RelayEvents
 from laminar_hpc.record.schema import METRICS
 from laminar_hpc.record.writer import RecordWriter
 from laminar_hpc.runtime.rank import Rank
-from laminar_hpc.weights.digest import image_digest
 
 
 def open_record(rank: Rank) -> RecordWriter:
@@ -38,6 +37,14 @@ def open_record(rank: Rank) -> RecordWriter:
     return RecordWriter(path, role, number, rank.attempt, metadata, config.record.flush_s)
 
 
+class _Publication(msgspec.Struct):
+    """A version that is announced: what its row will say. `stalls_s` has how long each trainer stood still for it."""
+
+    step: int
+    time_s: float | None = None
+    stalls_s: dict[int, float] = {}
+
+
 class ManagerRecord:
     """Turns the manager's events and commands into rows of its file."""
 
@@ -48,17 +55,23 @@ class ManagerRecord:
         self._attempt = attempt
         self._events = 0
         self._handed_out: set[int] = set()
-        self._stall_s: dict[int, float] = {}
-        self._step_of_version: dict[int, int] = {}
+        self._relay_events = RelayEvents()
+        self._trainers = config.job.trainers
+        self._publications: dict[int, _Publication] = {}
 
     def event(self, event: AnyEvent, now: float) -> None:
         """An event that is about to be decided on."""
         if self._keep_events:
             self._writer.add_stream("events", now, encode(event))
         self._events += 1
+        row = self._relay_events.event(event)
+        if row is not None:
+            self._writer.add("relay_events", time_s=now, **row)
         match event:
             case Published():
-                self._stall_s[event.version] = max(event.seconds, self._stall_s.get(event.version, 0.0))
+                self._published(event, now)
+            case RelayHolds():
+                self._publication(event.version, event.digest)
             case RankLost():
                 self._writer.add("failures", time_s=now, rank=event.rank, text=event.reason)
             case _:
@@ -69,13 +82,16 @@ class ManagerRecord:
         for command in commands:
             if self._keep_events:
                 self._writer.add_stream("commands", now, encode(command), cause=self._events - 1)
+            row = self._relay_events.command(command)
+            if row is not None:
+                self._writer.add("relay_events", time_s=now, **row)
             match command:
                 case Generate():
                     self._hand_out(command, now)
                 case Publish():
-                    self._step_of_version[command.version] = command.step
-                case Broadcast():
-                    self._publication(command, now)
+                    self._publications[command.version] = _Publication(command.step)
+                case Release():
+                    self._publication(command.version, b"")
                 case Settle():
                     for trajectory in command.trajectories:
                         self._writer.add("trajectories", **msgspec.structs.asdict(trajectory))
@@ -94,6 +110,8 @@ class ManagerRecord:
 
         The file is complete from here on: the launcher may kill all ranks as soon as the first one has left.
         """
+        for version in list(self._publications):
+            self._publication(version, b"")
         if command.outcome != "finished":
             self._writer.add("failures", time_s=now, rank=None, text=f"{command.outcome}: {command.reason}")
         self._writer.flush()
@@ -115,16 +133,29 @@ class ManagerRecord:
                     "hand_outs", group=spec.group, prompt=spec.prompt, purpose=spec.purpose.value, handed_out_s=now
                 )
 
-    def _publication(self, command: Broadcast, now: float) -> None:
+    def _published(self, event: Published, now: float) -> None:
+        publication = self._publications.get(event.version)
+        if publication is None or event.rank in publication.stalls_s:
+            return
+        publication.stalls_s[event.rank] = event.seconds
+        if len(publication.stalls_s) == self._trainers:
+            publication.time_s = now
+
+    def _publication(self, version: int, digest: bytes) -> None:
+        """The row of a version, when the first relay holds it, or it turns out that none will; where it was published."""
+        publication = self._publications.get(version)
+        if publication is None or publication.time_s is None:
+            return
+        del self._publications[version]
         self._writer.add(
             "publications",
-            version=command.version,
+            version=version,
             attempt=self._attempt,
-            step=self._step_of_version.pop(command.version),
-            time_s=now,
-            digest=int.from_bytes(image_digest(command.digests), "little"),
+            step=publication.step,
+            time_s=publication.time_s,
+            digest=int.from_bytes(digest, "little"),
             nbytes=self.image_nbytes,
-            stall_s=self._stall_s.pop(command.version, math.nan),
+            stall_s=max(publication.stalls_s.values()),
         )
 
     def _step(self, report: ReportStep) -> None:

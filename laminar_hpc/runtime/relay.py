@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from laminar_hpc.errors import ProtocolError
-from laminar_hpc.mpi.transport import build_transport
+from laminar_hpc.errors import PeerLost, ProtocolError
+from laminar_hpc.mpi.transport import Transport, build_transport
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.protocol.commands import Broadcast
-from laminar_hpc.protocol.events import RelayHolds, RelayReady
-from laminar_hpc.protocol.peer import ChunkRequest, LeaseRequest, LeaseReturn, Manifest
+from laminar_hpc.protocol.commands import Broadcast, Drop
+from laminar_hpc.protocol.events import LinkStalled, RelayHolds, RelayReady
+from laminar_hpc.protocol.peer import (
+    ChunkGone,
+    ChunkRequest,
+    ChunkSent,
+    Layout,
+    LeaseRequest,
+    LeaseReturn,
+    LinkMeasured,
+    Lost,
+    MeasureLink,
+    ProbeRequest,
+    Readmitted,
+)
 from laminar_hpc.protocol.wire import AnyRecord
-from laminar_hpc.runtime.rank import Rank
+from laminar_hpc.runtime.memory import check_memory
+from laminar_hpc.runtime.rank import LONGEST_NAP_S, TRANSFER_NAP_S, Rank
 from laminar_hpc.weights.forward import Forwarder
+from laminar_hpc.weights.probe import LinkProbe, ProbeServer
 from laminar_hpc.weights.pull import Lender
 
 
@@ -21,60 +35,77 @@ class RelayLoop:
         self.done = False
         self.clean = True
         self._rank = rank
+        self._incarnation = self._epoch = 0
+        self._transport: Transport = build_transport(rank.config.weights.transport, rank.world)
+        self._layout: Layout | None = None
         self._forwarder: Forwarder | None = None
         self._lender: Lender | None = None
+        self._probe: LinkProbe | None = None
+        self._probes = ProbeServer(self._transport)
+        self._probing = False
         self._early: list[tuple[int, AnyRecord]] = []
 
     def start(self, now: float) -> None:
         """Say hello."""
-        self._rank.tell_manager(RelayReady(rank=self._rank.world.rank, incarnation=0, node=self._rank.me.node))
+        self._say_ready()
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message."""
-        if isinstance(message, Manifest):
-            self._begin(message)
-            for early_source, early in self._early:
-                self.receive(early_source, early, now)
-            self._early.clear()
-            return
-        if self._forwarder is None or self._lender is None:
-            self._early.append((source, message))  # from another relay, which had its manifest sooner
-            return
         match message:
-            case Broadcast():
-                self._forwarder.start(message, now)
-            case ChunkRequest():
-                self._forwarder.serve(message)
-            case LeaseRequest():
-                self._lender.asked(message)
-            case LeaseReturn():
-                self._lender.returned(message)
+            case Layout():
+                self._layout = message
+                self._begin(now)
+            case MeasureLink():
+                self._probe = LinkProbe(self._transport, self._rank.mail.send, message.source, now)
+            case ProbeRequest():
+                self._probes.serve(message)
+            case Readmitted():
+                self._begin_anew(message, now)
+            case Lost():
+                self._forget(message)
+            case _ if self._forwarder is None:
+                self._early.append((source, message))  # from another relay, which had its layout sooner
             case _:
-                raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
+                self._weights(source, message, now)
 
     def turn(self, now: float) -> bool:
-        """Move chunks; tell the manager what is complete."""
+        """Move chunks; tell the manager what is complete, and what does not come."""
+        probing = self._measure(now)
         if self._forwarder is None or self._lender is None:
-            return False
+            return probing
         complete = self._forwarder.poll(now)
-        for version, seconds, nbytes in complete:
-            self._rank.tell_manager(
-                RelayHolds(rank=self._rank.world.rank, incarnation=0, version=version, seconds=seconds)
-            )
-            if self._rank.record is not None:
-                self._rank.record.add("relay_versions", version=version, time_s=now, seconds=seconds, nbytes=nbytes)
+        for held in complete:
+            self._tell_held(held.version, held.seconds, held.digest)
+            self._note("complete", held.version, now, held.seconds, held.nbytes)
+        for version in self._forwarder.skipped:
+            self._note("given up", version, now, 0.0, 0)
+        self._forwarder.skipped.clear()
+        stalled = self._forwarder.stalled_on(now, self._rank.config.weights.relay_timeout_s)
+        if stalled is not None:
+            version, source = stalled
+            self._rank.tell_manager(LinkStalled(self._rank.world.rank, self._incarnation, version, source))
         self._lender.poll()
-        return bool(complete) or self._forwarder.moved
+        return bool(complete) or self._forwarder.moved or probing
+
+    @property
+    def arrived(self) -> tuple[int, int] | None:
+        """The version under way and how many of its chunks are here; None where none is under way."""
+        return None if self._forwarder is None else self._forwarder.arrived
 
     def waiting_for(self) -> str:
         """What this relay waits for."""
-        return "the manifest" if self._forwarder is None else self._forwarder.waiting_for
+        return "the layout of the weights" if self._forwarder is None else self._forwarder.waiting_for
 
     def phase(self, busy: bool) -> str:
         """Whether chunks are under way."""
         if self._forwarder is None:
             return "start"
         return "transfer" if self._forwarder.busy else "idle"
+
+    def longest_nap_s(self) -> float:
+        """Short while chunks are under way."""
+        busy = self._probing or (self._forwarder is not None and self._forwarder.busy)
+        return TRANSFER_NAP_S if busy else LONGEST_NAP_S
 
     def channels(self) -> list[Channel]:
         """None: a relay has no worker."""
@@ -84,16 +115,100 @@ class RelayLoop:
         """Give the image's memory back."""
         if self._forwarder is not None:
             self._forwarder.close()
+        self._transport.close()
 
-    def _begin(self, manifest: Manifest) -> None:
-        rank = self._rank
-        weights = rank.config.weights
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def _weights(self, source: int, message: AnyRecord, now: float) -> None:
+        assert self._forwarder is not None
+        assert self._lender is not None
+        match message:
+            case Broadcast():
+                self._forwarder.start(message, now)
+            case Drop():
+                self._forwarder.drop(message.version)
+            case ChunkRequest():
+                self._forwarder.serve(message)
+            case ChunkSent():
+                self._forwarder.sent(message)
+            case ChunkGone():
+                self._forwarder.refused(message)
+            case LeaseRequest():
+                self._lender.asked(message)
+            case LeaseReturn():
+                self._lender.returned(message)
+            case _:
+                raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
+
+    def _forget(self, lost: Lost) -> None:
+        self._transport.forget(lost.rank)
+        if self._forwarder is not None and self._lender is not None:
+            self._forwarder.forget(lost.rank, lost.epoch)
+            self._lender.drop(lost.rank)
+
+    def _begin(self, now: float) -> None:
+        assert self._layout is not None
+        rank, weights = self._rank, self._rank.config.weights
+        check_memory(self._layout.manifest.nbytes * weights.slots, f"{weights.slots} slots of the weight image")
         self._forwarder = Forwarder(
-            build_transport(weights.transport, rank.world),
-            manifest,
+            self._transport,
+            self._layout,
             rank.mail.send,
             window=weights.window,
             slots=weights.slots,
             verify=weights.verify,
+            epoch=self._epoch,
         )
         self._lender = Lender(self._forwarder.image, rank.mail.send)
+        early, self._early = self._early, []
+        for source, message in early:
+            self._weights(source, message, now)
+
+    def _begin_anew(self, message: Readmitted, now: float) -> None:
+        """The others have gone on without this relay: what it has and what it asked for is void."""
+        self._incarnation, self._epoch = message.incarnation, message.epoch
+        if self._forwarder is not None:
+            self._forwarder.close()
+            self._begin(now)
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        rank = self._rank
+        rank.tell_manager(RelayReady(rank=rank.world.rank, incarnation=self._incarnation, node=rank.me.node))
+
+    def _tell_held(self, version: int, seconds: float, digest: bytes) -> None:
+        self._rank.tell_manager(
+            RelayHolds(
+                rank=self._rank.world.rank,
+                incarnation=self._incarnation,
+                version=version,
+                seconds=seconds,
+                digest=digest,
+            )
+        )
+
+    def _note(self, what: str, version: int, now: float, seconds: float, nbytes: int) -> None:
+        if self._rank.record is not None:
+            self._rank.record.add(
+                "relay_versions", version=version, time_s=now, what=what, seconds=seconds, nbytes=nbytes
+            )
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def _measure(self, now: float) -> bool:
+        """Answer probes, and go on with the own one; whether there is one under way."""
+        self._probing = self._probes.poll()
+        if self._probe is None:
+            return self._probing
+        self._probing = True
+        try:
+            link = self._probe.poll(now)
+        except PeerLost:
+            self._probe = None
+            return True
+        if link is not None:
+            self._rank.tell_manager(
+                LinkMeasured(self._rank.world.rank, self._probe.source, link.startup_s, link.byte_s)
+            )
+            self._probe = None
+        return True

@@ -13,18 +13,21 @@ from collections import deque
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Generate, Pull
+from laminar_hpc.protocol.commands import Attach, Generate, Pull
 from laminar_hpc.protocol.events import Finished, Loaded, Progress, RankLost, RolloutReady, Streamed
 from laminar_hpc.protocol.peer import (
     AddTrajectory,
     Append,
+    ChunkGone,
+    ChunkSent,
     EngineOutput,
     EngineUp,
     Fetch,
     Fetched,
+    Layout,
     Lease,
     LoadWeights,
-    Manifest,
+    Lost,
     StartEngine,
     WeightsLoaded,
     WorkerError,
@@ -32,9 +35,9 @@ from laminar_hpc.protocol.peer import (
 from laminar_hpc.protocol.trajectory import Block, Purpose, Source, Stop, TrajectorySpec, Verdict
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.rollout import worker as engine_worker
-from laminar_hpc.runtime.rank import MANAGER, Rank
+from laminar_hpc.runtime.rank import LONGEST_NAP_S, MANAGER, TRANSFER_NAP_S, Rank
+from laminar_hpc.runtime.weights import WeightsDesk
 from laminar_hpc.tasks.grader import Grader, Outcome
-from laminar_hpc.weights.pull import Puller
 
 RESTART_WINDOW_S = 600.0
 """Crashes of the engine further back than this count no longer."""
@@ -73,19 +76,16 @@ class RolloutLoop:
         self._engine_heard_s = 0.0
         self._start_engine_at: float | None = None
         self._crashes: deque[float] = deque()
-        self._manifest: Manifest | None = None
+        self._layout: Layout | None = None
         self._grader = Grader(rank.config, rank.log_path("task"))
         self._active: dict[int, _Active] = {}
         self._encoding: dict[tuple[Purpose, int], list[int]] = {}
         self._fetching: dict[int, list[int]] = {}
         self._requests = 0
-        self._pull_since: float | None = None
-        self._loading_since = 0.0
         if rank.me.relay_rank is None:
             raise ProtocolError(f"{rank.name}: no relay on this node")
-        self._relay = rank.me.relay_rank
         self._device = rank.place_on_node()
-        self._puller = Puller(rank.world.rank, self._relay, rank.mail.send)
+        self._weights = WeightsDesk(rank, rank.me.relay_rank)
 
     def start(self, now: float) -> None:
         """Start the task worker; the engine waits for the manifest."""
@@ -94,17 +94,26 @@ class RolloutLoop:
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message from another rank."""
         match message:
-            case Manifest():
-                self._manifest = message
+            case Layout():
+                self._layout = message
+                self._weights.lay_out(message)
                 self._start_engine_at = now
             case Generate():
                 self._generate(message, now)
             case Pull():
                 if message.incarnation == self._incarnation:
-                    self._pull_since = now
-                    self._puller.request(message.version)
+                    self._engine_heard_s = now
+                    self._weights.request(message.version, now)
             case Lease():
-                self._load(message, now)
+                self._weights.lent(source, message, now)
+            case ChunkSent():
+                self._weights.sent(message)
+            case ChunkGone():
+                self._weights.refused(message)
+            case Attach():
+                self._weights.attach(message)
+            case Lost():
+                self._weights.forget(message.rank, message.epoch)
             case Fetched():
                 self._resume(message)
             case _:
@@ -115,18 +124,22 @@ class RolloutLoop:
         outcomes = self._grader.poll(now)
         for outcome in outcomes:
             self._answered(outcome)
+        lease = self._weights.poll(now)
+        if lease is not None:
+            self._engine_heard_s = now
+            self._tell_engine(LoadWeights(lease))
         heard = self._hear_engine(now)
         self._watch_engine(now)
         if self._start_engine_at is not None and now >= self._start_engine_at:
             self._start_engine(now)
-        return heard or bool(outcomes)
+        return heard or bool(outcomes) or lease is not None or self._weights.moved
 
     def waiting_for(self) -> str:
         """What this rollout waits for."""
         if not self._engine_up:
-            return "the manifest" if self._manifest is None else "its engine to start"
-        if self._pull_since is not None:
-            return self._puller.waiting_for or "its engine to load weights"
+            return "the layout of the weights" if self._layout is None else "its engine to start"
+        if self._weights.pulling:
+            return self._weights.waiting_for or "its engine to load weights"
         if self._grader.waiting_for():
             return self._grader.waiting_for()
         return "" if self._active else "prompts from the manager"
@@ -135,11 +148,15 @@ class RolloutLoop:
         """Of start, generate, pull, grade, idle: where its time goes."""
         if not self._engine_up:
             return "start"
-        if self._pull_since is not None:
+        if self._weights.pulling:
             return "pull"
         if any(active.stop is None for active in self._active.values()):
             return "generate"
         return "grade" if self._active else "idle"
+
+    def longest_nap_s(self) -> float:
+        """Short while chunks are under way to this rank."""
+        return TRANSFER_NAP_S if self._weights.fetching else LONGEST_NAP_S
 
     def channels(self) -> list[Channel]:
         """The engine's and the task worker's."""
@@ -153,6 +170,7 @@ class RolloutLoop:
         self._grader.stop()
         if self._engine is not None:
             self._engine.kill()
+        self._weights.close()
 
     # --- messages from other ranks ----------------------------------------------------------------------------------
 
@@ -191,12 +209,6 @@ class RolloutLoop:
                     active.extend(block.tokens)
             self._add(active)
 
-    def _load(self, lease: Lease, now: float) -> None:
-        wanted = self._puller.lent(lease)
-        if wanted is not None:
-            self._loading_since = self._engine_heard_s = now
-            self._tell_engine(LoadWeights(wanted))
-
     # --- what the workers say ---------------------------------------------------------------------------------------
 
     def _hear_engine(self, now: float) -> bool:
@@ -232,7 +244,7 @@ class RolloutLoop:
                 rank=self._rank.world.rank,
                 incarnation=self._incarnation,
                 node=me.node,
-                relay=self._relay,
+                relay=self._weights.relay,
                 concurrency=concurrency,
             )
         )
@@ -273,17 +285,16 @@ class RolloutLoop:
 
     def _loaded(self, message: WeightsLoaded, now: float) -> None:
         rank = self._rank
-        self._puller.loaded()
-        assert self._pull_since is not None
-        wait_s = self._loading_since - self._pull_since
-        self._pull_since = None
+        pull = self._weights.loaded()
+        if pull is None:
+            return
         rank.tell_manager(
             Loaded(
                 rank=rank.world.rank,
                 incarnation=self._incarnation,
                 version=message.version,
                 digest=message.digest,
-                wait_s=wait_s,
+                wait_s=pull.wait_s,
                 load_s=message.seconds,
             )
         )
@@ -292,8 +303,9 @@ class RolloutLoop:
                 "pulls",
                 version=message.version,
                 time_s=now,
-                wait_s=wait_s,
-                load_s=message.seconds,
+                wait_s=pull.wait_s,
+                copy_s=pull.copy_s,
+                pause_s=message.seconds,
                 digest=int.from_bytes(message.digest, "little"),
             )
 
@@ -338,11 +350,11 @@ class RolloutLoop:
     # --- the engine's process ---------------------------------------------------------------------------------------
 
     def _start_engine(self, now: float) -> None:
-        assert self._manifest is not None
+        assert self._layout is not None
         self._start_engine_at = None
         self._engine_heard_s = now
         self._engine = Worker("engine", engine_worker.main, self._rank.log_path("engine"))
-        self._tell_engine(StartEngine(self._config, self._manifest, self._device))
+        self._tell_engine(StartEngine(self._config, self._layout.manifest, self._device))
 
     def _tell_engine(self, message: AnyRecord) -> None:
         """Where the engine's process has just ended, the next look at it finds out, with its last words."""
@@ -358,7 +370,7 @@ class RolloutLoop:
         generating = any(active.prompt and active.stop is None for active in self._active.values())
         if not self._engine_up:
             bound_s, what = self._rank.config.job.start_timeout_s, "did not come up"
-        elif generating or self._pull_since is not None:
+        elif generating or self._weights.loading:
             bound_s, what = self._rank.config.rollout.timeout_s, "said nothing, with work to do,"
         else:
             return
@@ -388,6 +400,5 @@ class RolloutLoop:
         self._active.clear()
         self._encoding.clear()
         self._fetching.clear()
-        self._pull_since = None
-        self._puller.drop()
+        self._weights.drop()
         self._grader.forget_all()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.control.controller import Settings
+from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.tasks.build import prompt_counts
 
 
-def controller_settings(config: Config, attempt: int) -> Settings:
-    """The controller's settings for one attempt at a run."""
+def controller_settings(
+    config: Config, attempt: int, placements: list[Placement], switches: dict[str, str]
+) -> Settings:
+    """The controller's settings for one attempt at a run; `switches` has the switch of each node, where that is known."""
     counts = prompt_counts(config)
     return Settings(
         mode=config.control.mode,
@@ -31,4 +34,7 @@ def controller_settings(config: Config, attempt: int) -> Settings:
         attempt=attempt,
         replicas=config.replicas,
         dynamic_sampling=config.dynamic_sampling,
+        relay_timeout_s=config.weights.relay_timeout_s,
+        trainer_nodes=sorted({placement.node for placement in placements if placement.role is Role.TRAINER}),
+        switches=switches,
     )

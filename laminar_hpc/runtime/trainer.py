@@ -22,7 +22,11 @@ from laminar_hpc.protocol.peer import (
     ChunkRequest,
     Fetch,
     Fetched,
+    Layout,
+    LeaseReturn,
+    Lost,
     Rendezvous,
+    Shard,
     StartTrainer,
     TrainedOn,
     TrainerUp,
@@ -32,10 +36,11 @@ from laminar_hpc.protocol.peer import (
 )
 from laminar_hpc.protocol.trajectory import Block
 from laminar_hpc.protocol.wire import AnyRecord
-from laminar_hpc.runtime.rank import MANAGER, Rank
+from laminar_hpc.runtime.memory import TRAINER_SLOTS, check_memory
+from laminar_hpc.runtime.rank import LONGEST_NAP_S, MANAGER, TRANSFER_NAP_S, Rank
 from laminar_hpc.trainer import worker as trainer_worker
 from laminar_hpc.trainer.api import needs_proximal, needs_reference
-from laminar_hpc.weights.publish import Publisher
+from laminar_hpc.weights.publish import Publisher, Ready
 
 
 class TrainerLoop:
@@ -47,6 +52,8 @@ class TrainerLoop:
         self._rank = rank
         self._worker: Worker | None = None
         self._publisher: Publisher | None = None
+        self._worker_up = False
+        self._stall_s: dict[int, float] = {}
         self._work: deque[Train | Publish] = deque()
         self._payload: dict[tuple[int, int], list[list[Block]]] = {}
         self._asked: dict[int, tuple[int, int]] = {}
@@ -75,8 +82,15 @@ class TrainerLoop:
                 self._work.append(message)
             case Fetched():
                 self._payload[self._asked.pop(message.request)] = message.blocks
+            case Layout():
+                self._lay_out(message)
             case ChunkRequest():
                 self._require_publisher().serve(message)
+            case LeaseReturn():
+                self._require_publisher().returned(message)
+            case Lost():
+                if self._publisher is not None:
+                    self._publisher.forget(message.rank, message.epoch)
             case Release():
                 self._require_publisher().release(message.version)
             case Rendezvous():
@@ -90,14 +104,17 @@ class TrainerLoop:
         began = self._begin_next()
         moving = False
         if self._publisher is not None:
-            self._publisher.poll()
+            for ready in self._publisher.poll():
+                self._tell_published(ready)
             moving = self._publisher.moved
         return heard or began or moving
 
     def waiting_for(self) -> str:
         """What this trainer waits for."""
-        if self._publisher is None:
+        if not self._worker_up:
             return "its worker to load the model"
+        if self._publisher is None:
+            return "the layout of the weights"
         if self._begun and not self._collecting:
             return ""
         if not self._work:
@@ -106,7 +123,7 @@ class TrainerLoop:
             case Train(step=step, minibatch=minibatch):
                 return f"the payload of mini-batch {minibatch} of step {step} from the store"
             case Publish(version=version):
-                return f"memory to publish version {version}: the master relay still fetches an older one"
+                return f"memory to publish version {version}: relays still fetch older ones"
 
     def phase(self, busy: bool) -> str:
         """Of train, publish, wait: where its worker's time goes."""
@@ -115,6 +132,10 @@ class TrainerLoop:
         if not self._begun or self._collecting:
             return "wait"
         return "train" if isinstance(self._begun[0], Train) else "publish"
+
+    def longest_nap_s(self) -> float:
+        """Short while parts of chunks are under way."""
+        return TRANSFER_NAP_S if self._publisher is not None and self._publisher.busy else LONGEST_NAP_S
 
     def channels(self) -> list[Channel]:
         """The worker's."""
@@ -217,11 +238,20 @@ class TrainerLoop:
 
     def _up(self, message: TrainerUp) -> None:
         rank = self._rank
-        transport = build_transport(rank.config.weights.transport, rank.world)
-        self._publisher = Publisher(transport, message.manifest, rank.me.index, len(self._trainers))
+        self._worker_up = True
         if rank.me.index == 0:
             rank.tell_manager(message.manifest)
+        rank.tell_manager(Shard(rank.world.rank, message.tiles))
         rank.tell_manager(TrainerReady(rank=rank.world.rank, incarnation=0, trainer=rank.me.index))
+
+    def _lay_out(self, layout: Layout) -> None:
+        rank, verify = self._rank, self._rank.config.weights.verify
+        tiles = next(shard.tiles for shard in layout.shards if shard.rank == rank.world.rank)
+        check_memory(
+            TRAINER_SLOTS * sum(tile.nbytes for tile in tiles), f"{TRAINER_SLOTS} slots of this trainer's shard"
+        )
+        transport = build_transport(rank.config.weights.transport, rank.world)
+        self._publisher = Publisher(transport, layout, rank.mail.send, slots=TRAINER_SLOTS, verify=verify)
 
     def _trained(self, message: TrainedOn) -> None:
         self._begun.popleft()
@@ -239,16 +269,17 @@ class TrainerLoop:
 
     def _written(self, message: WeightsWritten) -> None:
         self._begun.popleft()
-        publisher = self._require_publisher()
-        publisher.written(message)
+        self._stall_s[message.version] = message.seconds
+        self._require_publisher().written(message)
+
+    def _tell_published(self, ready: Ready) -> None:
         self._rank.tell_manager(
             Published(
                 rank=self._rank.world.rank,
                 incarnation=0,
-                version=message.version,
-                first_chunk=publisher.first_chunk,
-                digests=message.digests,
-                seconds=message.seconds,
+                version=ready.version,
+                digests=ready.digests,
+                seconds=self._stall_s.pop(ready.version),
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.config import schema
-from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.protocol.peer import Manifest, Tile
 
 
 class Sequence(msgspec.Struct, frozen=True):
@@ -59,7 +60,11 @@ class TrainingEngine(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Layout of the weight image, the same on all trainers."""
+        """Layout of the weight image, the same on all trainers, its chunks not chosen yet."""
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """What of the image this trainer publishes: all trainers together each byte of every tensor once."""
 
     def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch, of which this trainer has these sequences (there may be none).
@@ -76,5 +81,9 @@ class TrainingEngine(Protocol):
         are those of softmax(logits / rollout.temperature), as the rollouts record them.
         """
 
-    def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
-        """Copy these chunks of the image as the weights are now; `image` is as long as the chunks together."""
+    def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
+        """Copy the bytes of `tiles`, one tile after the other, as the weights are now; `memory` is as long as they are.
+
+        It needs no other trainer. None where the copy is complete; else what waits until it is, and may be called by
+        another thread while the engine trains on.
+        """

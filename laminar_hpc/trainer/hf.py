@@ -49,11 +49,10 @@ def check_model_directory(path: str) -> None:
     _check_tokenizer(os.path.join(path, "tokenizer.json"), vocab_size)
 
 
-def model_manifest(model: Any, chunk_bytes: int) -> Manifest:
+def model_manifest(model: Any) -> Manifest:
     """The layout of the image of a transformers model: its parameters under their names, tied ones once."""
     return make_manifest(
-        ((name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()),
-        chunk_bytes,
+        (name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in model.named_parameters()
     )
 
 

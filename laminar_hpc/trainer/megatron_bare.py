@@ -39,7 +39,7 @@ def main(channel: Channel) -> None:
     config = Config.model_validate_json(start.config)
     torch.set_num_threads(config.job.threads)
     optimizer, device = _build(config)
-    channel.send(TrainerUp(make_manifest([], config.weights.chunk_bytes), time.perf_counter() - began_s))
+    channel.send(TrainerUp(make_manifest([]), [], time.perf_counter() - began_s))
     while True:
         message = channel.receive(None)
         if not isinstance(message, TrainOn):

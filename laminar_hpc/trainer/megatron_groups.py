@@ -31,8 +31,6 @@ class Groups(msgspec.Struct, frozen=True):
     """Those with the same part of the other stages."""
     last_stage: int
     """The trainer of the last stage in `stages`."""
-    replica: Any
-    """The members of this replica."""
     reports: bool
     """Whether this trainer speaks for its replica: the first tensor rank of the last stage."""
 
@@ -82,6 +80,5 @@ def join_groups(config: Config, seat: Seat, trainers: int) -> Groups:
         data=state.get_data_parallel_group(),
         stages=state.get_pipeline_model_parallel_group() if grid.stages > 1 else None,
         last_stage=grid.trainer(seat.rank, seat.replica, grid.stages - 1),
-        replica=state.get_model_parallel_group(),
         reports=seat.rank == 0 and seat.stage == grid.stages - 1,
     )

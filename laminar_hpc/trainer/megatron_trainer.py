@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.protocol.peer import Manifest, Tile
 from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
 from laminar_hpc.trainer.architecture import check_tensors, read_architecture
 from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches, pad, unpad
@@ -28,7 +28,7 @@ from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_
 from laminar_hpc.trainer.megatron_groups import join_groups, own_device
 from laminar_hpc.trainer.megatron_model import Shard, transformer_config, uses_transformer_engine
 from laminar_hpc.trainer.megatron_optimizer import ShardOptimizer
-from laminar_hpc.trainer.megatron_weights import ImageWriter, Seat, fill
+from laminar_hpc.trainer.megatron_weights import Seat, fill, shard_writer
 from laminar_hpc.trainer.shared import Reference, reference_in_place
 from laminar_hpc.trainer.vocabulary import token_logprobs
 from laminar_hpc.weights.manifest import make_manifest
@@ -55,9 +55,7 @@ class MegatronTrainer:
         layout = placements(architecture.shape, *cut)
         check_tensors(path, layout)
         dtype = getattr(torch, config.model.dtype)
-        self._manifest = make_manifest(
-            ((p.name, p.shape, config.model.dtype) for p in layout), config.weights.chunk_bytes
-        )
+        self._manifest = make_manifest((p.name, p.shape, config.model.dtype) for p in layout)
         seat = Seat(Grid(cut[0], trainers // (cut[0] * cut[1]), cut[1]), trainer)
         self._groups = join_groups(config, seat, trainers)
         if uses_transformer_engine():
@@ -69,12 +67,17 @@ class MegatronTrainer:
         self._optimizer = ShardOptimizer(config.trainer, self._settings, module)
         self.module = module
         """This trainer's part of the model."""
-        self._writer = ImageWriter(module, layout, seat, self._manifest, self._groups.replica)
+        self._writer = shard_writer(module, layout, seat, self._manifest)
 
     @property
     def manifest(self) -> Manifest:
-        """Layout of the weight image, the same on all trainers."""
+        """Layout of the weight image, the same on all trainers, its chunks not chosen yet."""
         return self._manifest
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """What of the image this trainer publishes."""
+        return self._writer.tiles
 
     def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch, of which this trainer's replica has these sequences (there may be none).
@@ -95,6 +98,7 @@ class MegatronTrainer:
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         self._optimizer.reduce_gradients()
+        self._writer.protect()
         return mini_batch_metrics(sums, maxima, totals) | self._optimizer.step()
 
     def score(self, sequences: list[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
@@ -105,12 +109,13 @@ class MegatronTrainer:
         """
         if not reference:
             return self._score(sequences)
+        self._writer.protect()
         with reference_in_place(self._reference):
             return self._score(sequences)
 
-    def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
-        """Copy these chunks of the image as the weights are now; all trainers are called for the same version together."""
-        self._writer.write(first_chunk, chunks, image)
+    def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
+        """Copy the bytes of `tiles` as the weights are now to `memory`; None, or what waits until that is done."""
+        return self._writer.write(memory)
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
         counts = torch.tensor(count_trained(sequences), device=self._device)

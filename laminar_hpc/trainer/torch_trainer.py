@@ -6,6 +6,7 @@ every trainer makes the same step from the same sum, so weights stay equal bit f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.protocol.peer import Manifest
+from laminar_hpc.protocol.peer import Manifest, Tile
 from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
 from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches, pad, unpad
 from laminar_hpc.trainer.flat import FlatParameters
 from laminar_hpc.trainer.hf import load_model, model_manifest
 from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_loss, token_batch, token_entropy
+from laminar_hpc.trainer.shard import ShardWriter, Source
 from laminar_hpc.trainer.shared import Reference, StepCounter, reference_in_place, trainer_device
-from laminar_hpc.weights.reshard import overlap
+from laminar_hpc.weights.reshard import whole_tensor
 
 
 class TorchTrainer:
@@ -49,13 +51,24 @@ class TorchTrainer:
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
         )
         self._steps = StepCounter(config.trainer)
-        self._parameters: dict[str, Tensor] = dict(self.model.named_parameters())
-        self._manifest = model_manifest(self.model, config.weights.chunk_bytes)
+        self._manifest = model_manifest(self.model)
+        parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        entries = [entry for entry in self._manifest.tensors if entry.nbytes]
+        sources = [
+            Source(whole_tensor(entry), entry.name, parameters[entry.name], 0, parameters[entry.name].dtype)
+            for entry in entries
+        ]
+        self._writer = ShardWriter(sources, trainers, trainer)
 
     @property
     def manifest(self) -> Manifest:
-        """Layout of the weight image, the same on all trainers."""
+        """Layout of the weight image, the same on all trainers, its chunks not chosen yet."""
         return self._manifest
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """What of the image this trainer publishes."""
+        return self._writer.tiles
 
     def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch, of which this trainer has these sequences (there may be none).
@@ -85,6 +98,7 @@ class TorchTrainer:
         """
         if not reference:
             return self._score(sequences)
+        self._writer.protect()
         with reference_in_place(self._reference):
             return self._score(sequences)
 
@@ -95,22 +109,9 @@ class TorchTrainer:
             name: master.grad for name, master in zip(names, self._flat.masters, strict=True) if master.grad is not None
         }
 
-    def write_weights(self, first_chunk: int, chunks: int, image: NDArray[np.uint8]) -> None:
-        """Copy these chunks of the image as the weights are now; `image` is as long as the chunks together."""
-        if chunks == 0:
-            return
-        low = self._manifest.chunk_range(first_chunk)[0]
-        high = self._manifest.chunk_range(first_chunk + chunks - 1)[1]
-        filled = low
-        for entry in self._manifest.tensors:
-            start, end = overlap(entry, low, high)
-            if start < end:
-                data = self._parameters[entry.name].detach().reshape(-1).view(torch.uint8)
-                begin = entry.offset + start
-                image[filled - low : begin - low] = 0  # the gap that aligns the tensor
-                filled = entry.offset + end
-                image[begin - low : filled - low] = data[start:end].cpu().numpy()
-        image[filled - low :] = 0
+    def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
+        """Copy the bytes of `tiles` as the weights are now to `memory`; None, or what waits until that is done."""
+        return self._writer.write(memory)
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
         counts = torch.tensor(count_trained(sequences), device=self._device)
@@ -169,5 +170,6 @@ class TorchTrainer:
         return self._steps.step(self._optimizer, norm, self._update)
 
     def _update(self) -> None:
+        self._writer.protect()
         self._optimizer.step()
         self._flat.spread_values()

@@ -3,6 +3,9 @@
 Where a loss needs log-probabilities from before a step's first update, the step's mini-batches are collected and scored
 first, and then trained on one by one.
 
+Weights are copied to memory that the driver lends. Where a GPU copies them by itself, a thread waits for it and says so,
+before the answer to whatever the driver has asked for next.
+
 With several trainers their workers form one process group of torch.distributed. Where they meet is passed on by the
 drivers: the first worker opens a store and says its address, the others are told it.
 """
@@ -11,14 +14,18 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.process.memory import map_writable
+from laminar_hpc.process.memory import map_for_good
 from laminar_hpc.protocol.peer import (
     Rendezvous,
     Shutdown,
@@ -33,8 +40,6 @@ from laminar_hpc.trainer.address import host_address, set_gloo_interface
 from laminar_hpc.trainer.api import Sequence, TrainingEngine, needs_proximal, needs_reference
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
-from laminar_hpc.weights.digest import range_digests
-from laminar_hpc.weights.manifest import range_bytes
 
 SKIPPED_STEPS = 10
 """So many steps in a row whose gradients are not finite, or all steps of a shorter run, and the trainer gives up.
@@ -55,7 +60,7 @@ def main(channel: Channel) -> None:
     config = Config.model_validate_json(start.config)
     _join(channel, config, start.trainer, start.trainers)
     engine = build_trainer(config, start.trainer, start.trainers)
-    channel.send(TrainerUp(engine.manifest, time.monotonic() - begun_s))
+    channel.send(TrainerUp(engine.manifest, engine.tiles, time.monotonic() - begun_s))
     _Service(channel, config, engine).run()
 
 
@@ -84,7 +89,10 @@ class _Service:
         self._channel = channel
         self._config = config
         self._engine = engine
-        self._manifest = engine.manifest
+        self._shard_bytes = sum(tile.nbytes for tile in engine.tiles)
+        self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="copy")
+        self._copy: Future[None] | None = None
         self._version: int | None = None
         """That of the engine's weights as they are (None: they have been trained since they were written)."""
         self._patience = Patience(config.control.steps)
@@ -97,8 +105,9 @@ class _Service:
                 case TrainOn():
                     self._train(message)
                 case WriteWeights():
-                    self._channel.send(self._write(message))
+                    self._write(message)
                 case Shutdown():
+                    self._await_copy()
                     return
                 case _:
                     raise ProtocolError(f"trainer worker: unexpected {type(message).__name__}")
@@ -117,6 +126,7 @@ class _Service:
         for message, sequences in zip(messages, batches, strict=True):
             metrics = self._engine.train(sequences, self._version)
             self._version = None
+            self._await_copy()
             ended_s = time.monotonic()
             tokens = sum(len(sequence.tokens) for sequence in sequences)
             self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics))
@@ -148,14 +158,37 @@ class _Service:
             for sequence, score in zip(sequences, scores, strict=True)
         ]
 
-    def _write(self, message: WriteWeights) -> WeightsWritten:
+    def _write(self, message: WriteWeights) -> None:
+        """Begin to copy the weights as they are now; the driver hears of it when they are there."""
+        self._await_copy()
+        memory = self._mapped(message.path)[message.offset : message.offset + self._shard_bytes]
         begun_s = time.monotonic()
-        manifest, first, chunks = self._manifest, message.first_chunk, message.chunks
-        with map_writable(message.path, message.offset, range_bytes(manifest, first, chunks)) as image:
-            self._engine.write_weights(first, chunks, image)
-            digests = range_digests(manifest, first, chunks, image)
+        wait = self._engine.write_weights(memory)
+        written = WeightsWritten(message.version, time.monotonic() - begun_s)
         self._version = message.version
-        return WeightsWritten(message.version, digests, time.monotonic() - begun_s)
+        if wait is None:
+            self._channel.send(written)
+        else:
+            self._copy = self._waiter.submit(self._say_written, wait, written)
+
+    def _mapped(self, path: str) -> NDArray[np.uint8]:
+        """The memory at `path`, which is kept: a version never costs more than its copy."""
+        if path not in self._memory:
+            from laminar_hpc.trainer.shard import pin
+
+            self._memory[path] = map_for_good(path)
+            pin(self._memory[path])
+        return self._memory[path]
+
+    def _say_written(self, wait: Callable[[], object], written: WeightsWritten) -> None:
+        wait()
+        self._channel.send(written)
+
+    def _await_copy(self) -> None:
+        """The last copy is there, and the driver has been told."""
+        if self._copy is not None:
+            self._copy.result()
+            self._copy = None
 
 
 def _join(channel: Channel, config: Config, trainer: int, trainers: int) -> None:

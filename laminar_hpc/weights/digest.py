@@ -23,11 +23,14 @@ def chunk_digest(data: NDArray[np.uint8]) -> bytes:
     return xxhash.xxh3_64_intdigest(data.data).to_bytes(DIGEST_BYTES, "little")
 
 
-def range_digests(manifest: Manifest, first_chunk: int, chunks: int, data: NDArray[np.uint8]) -> bytes:
-    """The digests of `chunks` chunks from `first_chunk` on, whose bytes are `data`."""
-    start = manifest.chunk_range(first_chunk)[0]
-    bounds = (manifest.chunk_range(chunk) for chunk in range(first_chunk, first_chunk + chunks))
-    return b"".join(chunk_digest(data[low - start : high - start]) for low, high in bounds)
+def part_digests(data: NDArray[np.uint8], parts: Iterable[tuple[int, int]]) -> bytes:
+    """The digests of these parts of `data`, each its first byte and the byte after its last one."""
+    return b"".join(chunk_digest(data[low:high]) for low, high in parts)
+
+
+def chunk_digests(image: NDArray[np.uint8], manifest: Manifest) -> bytes:
+    """The digests of all chunks of an image."""
+    return part_digests(image, map(manifest.chunk_range, range(manifest.chunks)))
 
 
 def image_digest(digests: bytes) -> bytes:
@@ -42,7 +45,7 @@ def digests_of(tensors: Iterable[NDArray[np.uint8]], manifest: Manifest) -> byte
     """
     digests: list[bytes] = []
     hasher = xxhash.xxh3_64()
-    room = manifest.chunk_bytes
+    room = size = manifest.chunk_bytes or max(1, manifest.nbytes)
     for piece in _image_pieces(tensors, manifest):
         while piece.size:
             hasher.update(piece[:room].data)
@@ -52,7 +55,7 @@ def digests_of(tensors: Iterable[NDArray[np.uint8]], manifest: Manifest) -> byte
             if room == 0:
                 digests.append(hasher.intdigest().to_bytes(DIGEST_BYTES, "little"))
                 hasher.reset()
-                room = manifest.chunk_bytes
+                room = size
     if len(digests) < manifest.chunks:
         digests.append(hasher.intdigest().to_bytes(DIGEST_BYTES, "little"))
     return b"".join(digests)

@@ -2,49 +2,51 @@
 
 Rules
 
-* Broadcasts are carried out one after another, in the order of their versions; none is skipped, so the relay after this
-  one finds here every version that it is told to fetch.
+* Versions are fetched one after another. Of those that wait behind the one under way only the newest is kept. A relay that
+  asks for one that was passed over here is told that it is gone, and goes on with the newest too.
 * A relay **borrows** a version from the one before it, as a rollout does: the upstream relay holds the version, in the
-  downstream relay's name, from the moment it begins to fetch it itself until the downstream relay, having all chunks
-  complete and checked, sends a `LeaseReturn`. Until then the slot is not reused, so a chunk can be asked for again.
-* The trainers hold a version until the controller's `Release`, which follows from the first relay's completion.
+  downstream relay's name, from the first chunk that it sends until the downstream relay has all chunks complete and
+  checked, or has given up, and says so with a `LeaseReturn`. Until then the slot is not reused, so a chunk can be asked for
+  again. The master borrows from the trainers in the same way.
+* A broadcast of a version that is under way already, with another chain, changes where the missing chunks come from.
+* A relay whose source is lost keeps what it has and waits for the new chain.
 
 Why this never waits in a circle: a relay that has no slot for a version waits for leases on older ones, held by rollouts,
 who give them back when they have loaded, or by the relay after it. That one waits for chunks of an older version, which
-this relay has or is fetching, or, in turn, for leases further down the chain. The last relay waits for rollouts alone.
-
-What is not covered: a rank that is lost. Its leases are dropped with `Image.drop_borrower`; the chain is not repaired here.
+this relay has, is fetching or refuses, or, in turn, for leases further down the chain. The last relay waits for rollouts
+alone. The leases of a rank that is lost are void.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.commands import Broadcast
-from laminar_hpc.protocol.peer import DIGEST_BYTES, ChunkRequest, LeaseReturn, Manifest
-from laminar_hpc.weights.fetch import Fetch, SendMail
+from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, LeaseReturn
+from laminar_hpc.weights.digest import image_digest
+from laminar_hpc.weights.fetch import Fetch
 from laminar_hpc.weights.image import Image
-from laminar_hpc.weights.reshard import check_shares
-from laminar_hpc.weights.serve import ChunkServer
+from laminar_hpc.weights.reshard import chunk_order
+from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
+from laminar_hpc.weights.sources import FromRelay, FromTrainers, Sources
 
 
 class Held(NamedTuple):
-    """A version that a relay has complete: how long it took since `start`, and how long the image is."""
+    """A version that a relay has complete: how long it took since `start`, how long the image is, and its digest."""
 
     version: int
     seconds: float
     nbytes: int
+    digest: bytes
 
 
 class _Task(NamedTuple):
     broadcast: Broadcast
     started_s: float
-    upstream: int | None
-    downstream: int | None
 
 
 class Forwarder:
@@ -53,27 +55,37 @@ class Forwarder:
     def __init__(
         self,
         transport: Transport,
-        manifest: Manifest,
+        layout: Layout,
         send_mail: SendMail,
         *,
         window: int,
         slots: int,
         verify: bool,
+        epoch: int = 0,
     ) -> None:
-        """`window`, `slots` and `verify` are as in the config's section `weights`."""
-        self.image = Image.create(manifest.nbytes, slots)
+        """`window`, `slots` and `verify` are as in the config's section `weights`; `epoch` is that of its own last loss."""
+        self.image = Image.create(layout.manifest.nbytes, slots)
+        self.skipped: list[int] = []
+        """Versions that were passed over for newer ones, or given up; whoever reads them may clear the list."""
+        self.moved = False
+        """Whether the last `poll` moved anything; where it did not, a caller may pause before the next one."""
         self._transport = transport
-        self._manifest = manifest
+        self._layout = layout
+        self._manifest = layout.manifest
+        self._order = chunk_order(layout.manifest, layout.shards)
         self._send_mail = send_mail
         self._window = window
         self._verify = verify
-        self._server = ChunkServer(transport, self.image, manifest, 0, manifest.chunks)
-        self._tags = itertools.cycle(range(transport.tags))
-        self._last: int | None = None
-        self._queue: deque[_Task] = deque()  # the first one is being fetched if there is a fetch
+        self._digests: dict[int, dict[int, bytes]] = {}  # of each version here: of its chunks that are here
+        holdings = Holdings(self._place, self._written, self._will_come, self._digest if verify else None)
+        self._server = ChunkServer(transport, self.image, send_mail, holdings)
+        self._epochs: defaultdict[int, int] = defaultdict(lambda: epoch)
+        self._told = -1
+        self._now: _Task | None = None
+        self._next: _Task | None = None
         self._fetch: Fetch | None = None
-        self.moved = False
-        """Whether the last `poll` moved anything; where it did not, a caller may pause before the next one."""
+        self._stopped: list[Fetch] = []  # given up, but somebody may still write to their slots
+        transport.register(self.image.memory)
 
     @property
     def busy(self) -> bool:
@@ -81,93 +93,195 @@ class Forwarder:
         return self._fetch is not None or self._server.sending
 
     @property
+    def arrived(self) -> tuple[int, int] | None:
+        """The version under way and how many of its chunks are here; None where none is under way."""
+        return None if self._fetch is None else (self._fetch.version, len(self._fetch.digests))
+
+    @property
     def waiting_for(self) -> str:
         """What it waits for and from whom, for people; "" when no broadcast is under way."""
         if self._fetch is not None:
             return self._fetch.waiting_for
-        return f"a slot for version {self._queue[0].broadcast.version}: {self.image.describe()}" if self._queue else ""
+        return f"a slot for version {self._now.broadcast.version}: {self.image.describe()}" if self._now else ""
+
+    # --- what others say --------------------------------------------------------------------------------------------
 
     def start(self, broadcast: Broadcast, now: float) -> None:
-        """Fetch `broadcast.version` when its turn has come; `now` in seconds. Versions have to come in order."""
-        rank, version, chain = self._transport.rank, broadcast.version, broadcast.chain
-        if rank not in chain or len(set(chain)) != len(chain):
-            raise ProtocolError(f"relay rank {rank}: broadcast of version {version} has the chain {chain}")
-        if self._last is not None and version <= self._last:
-            raise ProtocolError(f"relay rank {rank}: broadcast of version {version} after that of {self._last}")
-        if len(broadcast.digests) != self._manifest.chunks * DIGEST_BYTES:
+        """Fetch `broadcast.version` when its turn has come, or go on with it along another chain; `now` in seconds."""
+        version, chain = broadcast.version, broadcast.chain
+        if self._transport.rank not in chain or len(set(chain)) != len(chain):
             raise ProtocolError(
-                f"relay rank {rank}: broadcast of version {version} has {len(broadcast.digests)} bytes of digests, "
-                f"{self._manifest.chunks * DIGEST_BYTES} are right for {self._manifest.chunks} chunks"
+                f"relay rank {self._transport.rank}: broadcast of version {version} has the chain {chain}"
             )
-        check_shares(broadcast.shares, self._manifest.chunks)
-        place = chain.index(rank)
-        upstream = chain[place - 1] if place > 0 else None
-        downstream = chain[place + 1] if place + 1 < len(chain) else None
-        self._last = version
-        self._queue.append(_Task(broadcast, now, upstream, downstream))
+        if self._now is not None and version == self._now.broadcast.version:
+            self._now = _Task(broadcast, self._now.started_s)
+            if self._fetch is not None:
+                self._fetch.turn_to(self._sources(broadcast), now)
+        elif self._next is not None and version == self._next.broadcast.version:
+            self._next = _Task(broadcast, self._next.started_s)
+        elif version > self._told:
+            self._told = version
+            if self._now is None:
+                self._now = _Task(broadcast, now)
+            else:
+                if self._next is not None:
+                    self.skipped.append(self._next.broadcast.version)
+                self._next = _Task(broadcast, now)
+        # else it is here, or was given up for a newer one
+
+    def drop(self, version: int) -> None:
+        """Give `version` up where it is not complete."""
+        if self._next is not None and self._next.broadcast.version == version:
+            self._next = None
+            self.skipped.append(version)
+        elif self._now is not None and self._now.broadcast.version == version:
+            self._give_up()
+        self._told = max(self._told, version)
 
     def serve(self, request: ChunkRequest) -> None:
-        """Answer the next relay's `request` now or as soon as its chunk is here."""
+        """Answer the next relay's, or a rollout's, `request` now or as soon as its chunk is here."""
         self._server.ask(request)
+
+    def sent(self, message: ChunkSent) -> None:
+        """The one before this one says what it has sent."""
+        if self._fetch is not None and self._fetch.version == message.version:
+            self._fetch.sent(message)
+
+    def refused(self, message: ChunkGone) -> None:
+        """The one before this one will never have a chunk."""
+        fetches = [*self._stopped, self._fetch] if self._fetch is not None else self._stopped
+        for fetch in fetches:
+            if fetch.version == message.version:
+                fetch.refused(message)
+
+    def forget(self, rank: int, epoch: int) -> None:
+        """`rank` is gone, by the loss of this epoch. Call it after the transport's own `forget`."""
+        self._epochs[rank] = epoch
+        self._server.forget(rank, epoch)
+        for fetch in self._stopped:
+            fetch.forget(rank)
+        if self._fetch is not None:
+            self._fetch.forget(rank)
+
+    def stalled_on(self, now: float, timeout_s: float) -> tuple[int, int] | None:
+        """Version and source of a fetch in which nothing has come for `timeout_s`, once in that time."""
+        if self._fetch is None:
+            return None
+        source = self._fetch.stalled_on(now, timeout_s)
+        return None if source is None else (self._fetch.version, source)
+
+    # --- turns ------------------------------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Held]:
         """Move on, without waiting; the versions that have become complete."""
         held: list[Held] = []
         self.moved = False
-        while self._queue and self._advance():
-            task = self._queue.popleft()
-            self._fetch = None
-            held.append(Held(task.broadcast.version, now - task.started_s, self._manifest.nbytes))
-        self.moved |= self._server.poll(self._written)
+        while self._now is not None and self._advance(now):
+            held.append(self._finish(self._now, now))
+        for fetch in self._stopped[:]:
+            if fetch.quiet:
+                self._stopped.remove(fetch)
+                self.image.give_back(self._transport.rank, fetch.version)
+                self._return_leases(fetch.borrowed_from, fetch.version)
+        self.moved |= self._server.poll()
         return held
 
-    def stop(self) -> bool:
-        """Give up what is under way, for good; False while a receive cannot be taken back yet, then call again."""
-        if self._fetch is not None and not self._fetch.stop():
-            return False
-        self._queue.clear()
-        self._fetch = None
-        return True
-
     def close(self) -> None:
-        """Stop, and give the memory up: it is freed when no rollout reads from it and no transfer writes to it any more."""
-        self.stop()
+        """Give the memory up: it is freed when no rollout reads from it and no transfer writes to it any more."""
+        if self._fetch is not None:
+            self._fetch.stop()
+        self._now = self._next = self._fetch = None
         self.image.close()
 
-    def _advance(self) -> bool:
-        """Work on the first broadcast; True when its version is complete."""
-        task = self._queue[0]
-        version = task.broadcast.version
-        if self._fetch is None and not self._begin(task):
+    def _advance(self, now: float) -> bool:
+        """Work on the version whose turn it is; True when it is complete."""
+        assert self._now is not None
+        if self._fetch is None and not self._begin(self._now.broadcast, now):
             return False
         assert self._fetch is not None
-        self.moved |= self._fetch.poll()
-        if not self._fetch.complete:
+        self.moved |= self._fetch.poll(now)
+        if self._fetch.gone:
+            self._give_up()
             return False
-        self.image.complete(version)
-        if task.upstream is not None:
-            self._send_mail(task.upstream, LeaseReturn(rank=self._transport.rank, version=version))
-        return True
+        return self._fetch.complete
 
-    def _begin(self, task: _Task) -> bool:
-        version = task.broadcast.version
-        buffer = self.image.begin_fill(version)
+    def _begin(self, broadcast: Broadcast, now: float) -> bool:
+        buffer = self.image.begin_fill(broadcast.version)
         if buffer is None:
             return False
-        if task.downstream is not None:
-            self.image.hold(task.downstream, version)
         self._fetch = Fetch(
             self._transport,
             self._manifest,
-            task.broadcast,
-            task.upstream,
+            broadcast.version,
+            self._sources(broadcast),
             buffer,
+            order=self._order,
             send_mail=self._send_mail,
-            tags=self._tags,
             window=self._window,
             verify=self._verify,
+            epochs=self._epochs,
+            now=now,
         )
+        kept = set(self.image.versions)
+        self._digests = {version: digests for version, digests in self._digests.items() if version in kept}
+        self._digests[broadcast.version] = self._fetch.digests
         return True
+
+    def _finish(self, task: _Task, now: float) -> Held:
+        version, fetch = task.broadcast.version, self._fetch
+        assert fetch is not None
+        self.image.complete(version)
+        digest = b""
+        if self._verify:
+            digest = image_digest(b"".join(fetch.digests[chunk] for chunk in range(self._manifest.chunks)))
+        self._leave(fetch)
+        return Held(version, now - task.started_s, self._manifest.nbytes, digest)
+
+    def _give_up(self) -> None:
+        assert self._now is not None
+        self.skipped.append(self._now.broadcast.version)
+        if self._fetch is not None:
+            self._fetch.stop()
+            self.image.drop(self._fetch.version)
+            self._leave(self._fetch)
+        else:
+            self._now, self._next = self._next, None
+
+    def _leave(self, fetch: Fetch) -> None:
+        """This fetch is over: give back what it borrowed, once nobody writes to its slot any more.
+
+        Not before: a source that answers a request lends the version with it.
+        """
+        if fetch.quiet:
+            self._return_leases(fetch.borrowed_from, fetch.version)
+        else:
+            self.image.hold(self._transport.rank, fetch.version)
+            self._stopped.append(fetch)
+        self._fetch = None
+        self._now, self._next = self._next, None
+
+    def _return_leases(self, ranks: Iterable[int], version: int) -> None:
+        for rank in ranks:
+            self._send_mail(rank, LeaseReturn(self._transport.rank, version))
+
+    # --- what it has ------------------------------------------------------------------------------------------------
+
+    def _sources(self, broadcast: Broadcast) -> Sources:
+        place = broadcast.chain.index(self._transport.rank)
+        if place == 0:
+            return FromTrainers(self._layout, broadcast.shares)
+        return FromRelay(broadcast.chain[place - 1], self._manifest)
+
+    def _place(self, chunk: int) -> tuple[int, int] | None:
+        return self._manifest.chunk_range(chunk) if 0 <= chunk < self._manifest.chunks else None
 
     def _written(self, version: int, chunk: int) -> bool:
         return self._fetch is not None and self._fetch.version == version and self._fetch.has(chunk)
+
+    def _will_come(self, version: int) -> bool:
+        """Whether a version that is not here may be: it is this relay's turn to fetch it, or nobody has told of it yet."""
+        tasks = [task.broadcast.version for task in (self._now, self._next) if task is not None]
+        return version in tasks or version > self._told
+
+    def _digest(self, version: int, chunk: int) -> bytes:
+        return self._digests[version][chunk]

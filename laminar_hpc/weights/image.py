@@ -22,11 +22,12 @@ from laminar_hpc.errors import ProtocolError
 
 
 class SlotState(str, Enum):
-    """What a slot's bytes are: nobody's, partly written, or a complete version."""
+    """What a slot's bytes are: nobody's, partly written, a complete version, or a version that was given up half-way."""
 
     EMPTY = "empty"
     FILLING = "filling"
     READY = "ready"
+    DROPPED = "dropped"
 
 
 class _Slot:
@@ -43,6 +44,8 @@ class _Slot:
 class Image:
     """Slots for versions of one weight image (or of a part of one): EMPTY > FILLING > READY > EMPTY.
 
+    A version may also be given up: FILLING > DROPPED > EMPTY.
+
     One process owns the image and calls its methods; others only read (or, for a trainer's worker, fill) bytes.
 
     * The filler: `begin_fill`, write the bytes, `complete`.
@@ -52,8 +55,9 @@ class Image:
     Invariants:
 
     1. No two slots hold the same version, and a version that begins to fill is newer than every READY one.
-    2. Bytes of a slot change only while it is FILLING. A READY slot becomes EMPTY only in `begin_fill`, for want of an empty
-       one, and only without leases and when a newer version is READY.
+    2. Bytes of a slot change only while it is FILLING, or DROPPED with somebody still writing, who then has a lease on it. A
+       READY slot becomes EMPTY only in `begin_fill`, for want of an empty one, and only without leases and when a newer
+       version is READY; a DROPPED one there too, without leases.
     3. So whoever leased a version sees that version's bytes alone until it gives the lease back, and `newest` never sinks.
 
     For example with 2 slots: version 1 is READY and leased, 2 becomes READY. Now `begin_fill(3)` gives None until the lease
@@ -89,10 +93,13 @@ class Image:
 
         The bytes are those of the version that was there before.
         """
-        newest = self.newest
-        if self._find(version) is not None or (newest is not None and version <= newest):
+        newest, known = self.newest, self._find(version)
+        dropped = known is not None and known.state is SlotState.DROPPED
+        if (known is not None and not dropped) or (newest is not None and version <= newest):
             raise ProtocolError(f"image: version {version} cannot be filled; held are {self.describe()}")
-        slot = self._free_slot(newest)
+        if known is not None and known.leases:
+            return None  # somebody may still write to it
+        slot = known or self._free_slot(newest)
         if slot is None:
             return None
         slot.clear()
@@ -105,6 +112,13 @@ class Image:
         if slot.state is not SlotState.FILLING:
             raise ProtocolError(f"image: version {version} is complete already; held are {self.describe()}")
         slot.state = SlotState.READY
+
+    def drop(self, version: int) -> None:
+        """Give up `version`, which is FILLING. Its slot is used again when no lease on it is left."""
+        slot = self._slot(version)
+        if slot.state is not SlotState.FILLING:
+            raise ProtocolError(f"image: version {version} is not being filled; held are {self.describe()}")
+        slot.state = SlotState.DROPPED
 
     # --- readers ------------------------------------------------------------------------------------------------
 
@@ -137,6 +151,11 @@ class Image:
         slot.leases[borrower] -= 1
         slot.leases += Counter()  # drops the zeros
 
+    def has_lent(self, borrower: int, version: int) -> bool:
+        """Whether `borrower` has a lease of `version`."""
+        slot = self._find(version)
+        return slot is not None and slot.leases[borrower] > 0
+
     def drop_borrower(self, borrower: int) -> None:
         """Take back all that `borrower`, which is gone, had leased."""
         for slot in self._slots:
@@ -149,9 +168,22 @@ class Image:
     # --- what a version is --------------------------------------------------------------------------------------
 
     def state(self, version: int) -> SlotState:
-        """FILLING or READY; EMPTY where no slot holds `version`."""
+        """FILLING, READY or DROPPED; EMPTY where no slot holds `version`."""
         slot = self._find(version)
         return SlotState.EMPTY if slot is None else slot.state
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All slots' bytes (uint8), for a transport to register."""
+        if self._bytes is None:
+            raise ProtocolError("image: used after it was closed")
+        return self._bytes
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that are FILLING or READY."""
+        kept = (SlotState.FILLING, SlotState.READY)
+        return [slot.version for slot in self._slots if slot.state in kept and slot.version is not None]
 
     def bytes_of(self, version: int) -> NDArray[np.uint8]:
         """The bytes of `version`, complete or not (uint8, `slot_bytes` long)."""
@@ -184,16 +216,15 @@ class Image:
         return slot
 
     def _free_slot(self, newest: int | None) -> _Slot | None:
-        empty = next((slot for slot in self._slots if slot.state is SlotState.EMPTY), None)
+        unused = (SlotState.EMPTY, SlotState.DROPPED)
+        empty = next((slot for slot in self._slots if slot.state in unused and not slot.leases), None)
         if empty is not None:
             return empty
         retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.leases]
         return min(retirable, key=lambda slot: slot.version or 0, default=None)
 
     def _view(self, slot: _Slot) -> NDArray[np.uint8]:
-        if self._bytes is None:
-            raise ProtocolError("image: used after it was closed")
-        return self._bytes[slot.offset : slot.offset + self.slot_bytes]
+        return self.memory[slot.offset : slot.offset + self.slot_bytes]
 
     def describe(self) -> str:
         """What the slots hold and who has leased it, for people."""

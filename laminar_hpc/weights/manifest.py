@@ -33,13 +33,14 @@ ITEM_BYTES = {
 """Bytes of one element, by torch's name of the dtype."""
 
 
-def make_manifest(tensors: Iterable[tuple[str, Iterable[int], str]], chunk_bytes: int) -> Manifest:
+def make_manifest(tensors: Iterable[tuple[str, Iterable[int], str]], chunk_bytes: int = 0) -> Manifest:
     """The manifest of these (name, shape, dtype), whatever order they come in.
 
-    A tensor without elements has an offset and no bytes. ConfigError names the tensor that cannot be laid out.
+    A tensor without elements has an offset and no bytes. `chunk_bytes` is 0 where it is not chosen yet. ConfigError names
+    the tensor that cannot be laid out.
     """
-    if chunk_bytes < 1:
-        raise ConfigError(f"weights.chunk_bytes: must be at least 1, got {chunk_bytes}")
+    if chunk_bytes < 0:
+        raise ConfigError(f"weights.chunk_bytes: must be at least 0, got {chunk_bytes}")
     entries: list[TensorEntry] = []
     end = 0
     for name, shape, dtype in sorted(((name, tuple(shape), dtype) for name, shape, dtype in tensors)):
@@ -59,10 +60,3 @@ def tensor_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
     if any(length < 0 for length in shape):
         raise ConfigError(f"tensor {name!r}: no dimension may be negative, got shape {shape}")
     return prod(shape) * ITEM_BYTES[dtype]
-
-
-def range_bytes(manifest: Manifest, first_chunk: int, chunks: int) -> int:
-    """Bytes of `chunks` chunks from `first_chunk` on."""
-    if chunks == 0:
-        return 0
-    return manifest.chunk_range(first_chunk + chunks - 1)[1] - manifest.chunk_range(first_chunk)[0]

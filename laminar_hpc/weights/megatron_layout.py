@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import msgspec
 
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.protocol.peer import Manifest, Tile
+from laminar_hpc.weights.reshard import tile_of
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -55,10 +57,6 @@ class Grid(msgspec.Struct, frozen=True):
         stage, replica = divmod(rest, self.replicas)
         return tensor_rank, replica, stage
 
-    def replica_members(self, replica: int) -> list[int]:
-        """The trainers that together hold this copy of the model, in ascending order."""
-        return [self.trainer(rank, replica, stage) for stage in range(self.stages) for rank in range(self.tensor)]
-
 
 class Piece(msgspec.Struct, frozen=True):
     """Places `start` to `stop` of a tensor along `dim`: those from `shard_start` on of what tensor rank `rank` holds."""
@@ -91,6 +89,37 @@ class Placement(msgspec.Struct, frozen=True):
     def of_rank(self, rank: int) -> list[Piece]:
         """What tensor rank `rank` holds."""
         return [piece for piece in self.pieces if piece.rank == rank]
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A tile of the image and where its bytes are: in the memory of `parameter`, one run from byte `start` on."""
+
+    tile: Tile
+    parameter: str
+    start: int
+
+
+def shard_slices(layout: list[Placement], manifest: Manifest, grid: Grid, trainer: int) -> list[Slice]:
+    """What `trainer` publishes, in the image's order, before it is cut among the replicas.
+
+    A tensor comes from its first home alone. One that all tensor ranks have whole comes from one of them, from each in
+    turn.
+    """
+    rank, _, stage = grid.place(trainer)
+    placements = {placement.name: placement for placement in layout}
+    replicated = [placement.name for placement in layout if placement.replicated]
+    turns = {name: turn % grid.tensor for turn, name in enumerate(replicated)}
+    slices: list[Slice] = []
+    for entry in manifest.tensors:
+        placement = placements[entry.name]
+        home, parameter = placement.homes[0]
+        if home != stage or turns.get(entry.name, rank) != rank:
+            continue
+        for piece in placement.of_rank(rank):
+            tile = tile_of(entry, piece.dim, piece.start, piece.stop)
+            row_bytes = tile.nbytes // piece.length  # a piece of columns is all of its parameter, and begins at byte 0
+            slices.append(Slice(tile, parameter, piece.shard_start * row_bytes))
+    return slices
 
 
 def check_cut(shape: ModelShape, tensor: int, stages: int) -> None:

@@ -1,72 +1,112 @@
-"""How a rollout gets weights from its relay: it borrows the newest image, its worker loads it, it gives the lease back.
+"""How a rollout gets weights from a relay: it borrows the newest image, its worker loads it, it gives the lease back.
 
-`Puller` is the rollout driver's side, `Lender` the relay's.
+`Puller` is the rollout driver's side, `Lender` the relay's. On one node the worker maps the relay's memory. From another
+node the driver first fetches the chunks into memory of its own (weights/remote.py), and lends that to the worker.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+
+import msgspec
+
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
-from laminar_hpc.weights.fetch import SendMail
 from laminar_hpc.weights.image import Image
+from laminar_hpc.weights.serve import SendMail
 
 
 class Puller:
     """One pull at a time: idle > `request` > waiting > `lent` > loading > `loaded` > idle."""
 
     def __init__(self, rank: int, relay: int, send_mail: SendMail) -> None:
-        """`rank` is the rollout's own, `relay` that of the relay on its node."""
+        """`rank` is the rollout's own, `relay` the one that it pulls from at first."""
+        self.relay = relay
         self._rank = rank
-        self._relay = relay
         self._send_mail = send_mail
         self._wanted: int | None = None
         self._lease: Lease | None = None
-        self._unwanted = 0  # leases on their way that nobody waits for any more
+        self._lender = relay
+        self._unwanted: Counter[int] = Counter()  # by relay: leases on their way that nobody waits for any more
 
     @property
     def waiting_for(self) -> str:
         """What it waits for and from whom, for people; "" when it waits for no lease."""
-        return "" if self._wanted is None else f"version {self._wanted} or newer from relay rank {self._relay}"
+        return "" if self._wanted is None else f"version {self._wanted} or newer from relay rank {self.relay}"
+
+    @property
+    def lending(self) -> bool:
+        """Whether a relay lends it something now."""
+        return self._lease is not None
 
     def request(self, version: int) -> None:
         """Ask for the newest version, `version` at least."""
         if self._wanted is not None or self._lease is not None:
             raise ProtocolError(f"rollout rank {self._rank}: asks for version {version} in the middle of a pull")
         self._wanted = version
-        self._send_mail(self._relay, LeaseRequest(rank=self._rank, version=version))
+        self._send_mail(self.relay, LeaseRequest(rank=self._rank, version=version))
 
-    def lent(self, lease: Lease) -> Lease | None:
-        """The relay's answer: the lease for the worker to load from, or None where it was asked for before `drop`."""
-        if self._unwanted:
-            self._unwanted -= 1
-            self._give_back(lease)
+    def lent(self, relay: int, lease: Lease) -> Lease | None:
+        """The relay's answer: the lease to load from, or None where it was asked for before `drop` or `attach`."""
+        if self._unwanted[relay]:
+            self._unwanted[relay] -= 1
+            self._send_mail(relay, LeaseReturn(rank=self._rank, version=lease.version))
             return None
-        if self._wanted is None or lease.version < self._wanted:
+        if relay != self.relay or self._wanted is None or lease.version < self._wanted:
             raise ProtocolError(
-                f"rollout rank {self._rank}: relay rank {self._relay} lends version {lease.version}, "
-                f"asked for was {self._wanted}"
+                f"rollout rank {self._rank}: relay rank {relay} lends version {lease.version}, "
+                f"asked for was {self._wanted} from rank {self.relay}"
             )
-        self._wanted, self._lease = None, lease
+        self._wanted, self._lease, self._lender = None, lease, relay
         return lease
 
     def loaded(self) -> int:
-        """The worker has loaded: the lease goes back. Returns the version."""
+        """What was lent is needed no more: the lease goes back. Returns the version."""
         if self._lease is None:
             raise ProtocolError(f"rollout rank {self._rank}: weights loaded without a lease")
         lease, self._lease = self._lease, None
-        self._give_back(lease)
+        self._send_mail(self._lender, LeaseReturn(rank=self._rank, version=lease.version))
         return lease.version
 
     def drop(self) -> None:
-        """The worker is gone: give back what it had, or what is still on its way to it."""
+        """Nobody wants the weights any more: give back what is here, or what is still on its way."""
         if self._lease is not None:
             self.loaded()
         elif self._wanted is not None:
             self._wanted = None
-            self._unwanted += 1
+            self._unwanted[self.relay] += 1
 
-    def _give_back(self, lease: Lease) -> None:
-        self._send_mail(self._relay, LeaseReturn(rank=self._rank, version=lease.version))
+    def attach(self, relay: int) -> None:
+        """Pull from `relay` from now on. A lease that was asked for is dropped; one that is here stays until `loaded`."""
+        if self._lease is None:
+            self.drop()
+        self.relay = relay
+
+    def forget(self, relay: int) -> None:
+        """`relay` is gone: it answers nothing any more."""
+        self._unwanted.pop(relay, None)
+
+
+class LentMemory:
+    """Keeps the memory of leases open, so that a worker can map it also after the relay that lent it has died."""
+
+    def __init__(self) -> None:
+        self._open: tuple[str, int] | None = None
+
+    def keep(self, lease: Lease) -> Lease:
+        """The same lease by a path of this process. OSError where the relay is gone already."""
+        if self._open is None or self._open[0] != lease.path:
+            fd = os.open(lease.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.close()
+            self._open = (lease.path, fd)
+        return msgspec.structs.replace(lease, path=f"/proc/{os.getpid()}/fd/{self._open[1]}")
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
 
 
 class Lender:
@@ -76,17 +116,24 @@ class Lender:
         self._image = image
         self._send_mail = send_mail
         self._waiting: list[LeaseRequest] = []
+        self._gone: set[int] = set()
 
     def asked(self, request: LeaseRequest) -> None:
         """Answer `request` at the next `poll` at which a version new enough is complete."""
-        self._waiting.append(request)
+        if request.rank not in self._gone:  # the last words of a rank may come after the news of its death
+            self._waiting.append(request)
 
     def returned(self, message: LeaseReturn) -> None:
-        """A rollout, or the next relay of a chain, needs a version no longer."""
-        self._image.give_back(message.rank, message.version)
+        """A rollout, or the next relay of a chain, needs a version no longer.
+
+        A lease that is not there is one that its borrower never came to use, or one of a rank that was taken for lost.
+        """
+        if self._image.has_lent(message.rank, message.version):
+            self._image.give_back(message.rank, message.version)
 
     def drop(self, rank: int) -> None:
-        """`rank` is gone: its requests and leases go with it."""
+        """`rank` is gone: its requests and leases go with it. A rollout's rank never comes back."""
+        self._gone.add(rank)
         self._waiting = [request for request in self._waiting if request.rank != rank]
         self._image.drop_borrower(rank)
 

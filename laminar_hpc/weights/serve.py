@@ -5,31 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from laminar_hpc.errors import ProtocolError
+from laminar_hpc.errors import PeerLost, ProtocolError
 from laminar_hpc.mpi.transport import Transfer, Transport
-from laminar_hpc.protocol.peer import ChunkRequest, Manifest
+from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent
+from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights.image import Image, SlotState
+
+SendMail = Callable[[int, AnyRecord], None]
+"""Sends a message to a rank, without waiting."""
+
+
+class Holdings(NamedTuple):
+    """What a sender knows of the versions in its image."""
+
+    place: Callable[[int], tuple[int, int] | None]
+    """First byte of a chunk in a slot, and the byte after the last one; None where the slot has nothing of that chunk."""
+    written: Callable[[int, int], bool]
+    """Whether (version, chunk) is there, asked of a version that is FILLING."""
+    will_come: Callable[[int], bool]
+    """Whether a version that is not here may still come."""
+    digest: Callable[[int, int], bytes] | None
+    """The digest of (version, chunk) for the receiver; None where it has it from elsewhere."""
 
 
 class _Sending(NamedTuple):
     version: int
+    rank: int
     transfer: Transfer
 
 
 class ChunkServer:
-    """Sends chunks out of `image`, whose slots hold `chunks` chunks from `first_chunk` on.
+    """Sends chunks out of `image`.
 
-    A request stays until its chunk is there: until its version is READY or, while that is FILLING, until `written(version,
-    chunk)` says so. A send under way holds its version, in the name of this rank, so that the slot is not reused under it.
+    A request waits until its chunk is there, or until it is clear that it never will be; then the answer is `ChunkGone`. A
+    send under way holds its version, in the name of this rank, so that the slot is not reused under it. The one who asks
+    borrows the version with the first chunk that it is sent, and keeps it until its `LeaseReturn`.
     """
 
-    def __init__(self, transport: Transport, image: Image, manifest: Manifest, first_chunk: int, chunks: int) -> None:
+    def __init__(self, transport: Transport, image: Image, send_mail: SendMail, holdings: Holdings) -> None:
         self._transport = transport
         self._image = image
-        self._manifest = manifest
-        self._chunks = range(first_chunk, first_chunk + chunks)
+        self._send_mail = send_mail
+        self._holdings = holdings
         self._waiting: list[ChunkRequest] = []
         self._sending: list[_Sending] = []
+        self._epochs: dict[int, int] = {}  # of ranks that were lost: what they asked for earlier is void
 
     @property
     def sending(self) -> bool:
@@ -38,46 +58,66 @@ class ChunkServer:
 
     def ask(self, request: ChunkRequest) -> None:
         """Take a request in; ProtocolError where its chunk can never come from here."""
-        if request.chunk not in self._chunks:
-            raise self._refusal(request, f"it has chunks {self._chunks.start} to {self._chunks.stop - 1}")
+        if request.epoch < self._epochs.get(request.rank, 0):
+            return
+        if self._holdings.place(request.chunk) is None:
+            raise ProtocolError(
+                f"rank {self._transport.rank}: rank {request.rank} asks for chunk {request.chunk} of version "
+                f"{request.version}, of which there is nothing here"
+            )
         self._waiting.append(request)
 
-    def poll(self, written: Callable[[int, int], bool]) -> bool:
+    def forget(self, rank: int, epoch: int) -> None:
+        """`rank` is gone: its requests and what it borrowed are void. Sends to it end by themselves, in PeerLost."""
+        self._epochs[rank] = epoch
+        self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
+        self._image.drop_borrower(rank)
+
+    def poll(self) -> bool:
         """Take note of sends that are done, and begin those that can be; whether there were any."""
         moved = False
+        self._transport.poll()
         for sending in self._sending[:]:
-            if sending.transfer.done():
+            if self._has_ended(sending):
                 self._sending.remove(sending)
                 self._image.give_back(self._transport.rank, sending.version)
                 moved = True
-        still: list[ChunkRequest] = []
-        for request in self._waiting:
-            if self._there(request, written):
-                self._send(request)
-                moved = True
-            else:
-                still.append(request)
-        self._waiting = still
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for request in waiting:
+                moved |= self._answer(request)
         return moved
 
-    def _there(self, request: ChunkRequest, written: Callable[[int, int], bool]) -> bool:
-        state = self._image.state(request.version)
-        if state is SlotState.EMPTY:
-            newest = self._image.newest
-            if newest is not None and request.version < newest:
-                raise self._refusal(request, f"that version is retired, the newest is {newest}")
+    def _has_ended(self, sending: _Sending) -> bool:
+        try:
+            return sending.transfer.done()
+        except PeerLost:
+            return True  # who asked is gone, and so is what it wanted
+
+    def _answer(self, request: ChunkRequest) -> bool:
+        version, chunk = request.version, request.chunk
+        state = self._image.state(version)
+        if state is SlotState.READY or (state is SlotState.FILLING and self._holdings.written(version, chunk)):
+            self._send(request)
+        elif state is SlotState.DROPPED or (state is SlotState.EMPTY and not self._holdings.will_come(version)):
+            self._send_mail(request.rank, ChunkGone(self._transport.rank, version, chunk))
+        else:
+            self._waiting.append(request)
             return False
-        return state is SlotState.READY or written(request.version, request.chunk)
+        return True
 
     def _send(self, request: ChunkRequest) -> None:
-        start = self._manifest.chunk_range(self._chunks.start)[0]
-        low, high = self._manifest.chunk_range(request.chunk)
-        data = self._image.bytes_of(request.version)[low - start : high - start]
-        self._image.hold(self._transport.rank, request.version)
-        self._sending.append(_Sending(request.version, self._transport.send(request.rank, request.tag, data)))
-
-    def _refusal(self, request: ChunkRequest, why: str) -> ProtocolError:
-        return ProtocolError(
-            f"rank {self._transport.rank}: rank {request.rank} asks for chunk {request.chunk} of version {request.version}, "
-            f"but {why}"
-        )
+        version, chunk, me = request.version, request.chunk, self._transport.rank
+        place = self._holdings.place(chunk)
+        assert place is not None, "checked when it was asked for"
+        data = self._image.bytes_of(version)[place[0] : place[1]]
+        try:
+            transfer = self._transport.send(request.rank, request.ticket, data)
+        except PeerLost:
+            return
+        if not self._image.has_lent(request.rank, version):
+            self._image.hold(request.rank, version)
+        self._image.hold(me, version)
+        self._sending.append(_Sending(version, request.rank, transfer))
+        if self._holdings.digest is not None:
+            self._send_mail(request.rank, ChunkSent(me, version, chunk, self._holdings.digest(version, chunk)))

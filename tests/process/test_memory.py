@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_hpc.process.memory import map_readonly
+from laminar_hpc.process.memory import KeptMappings, map_readonly
 
 
 @pytest.fixture
@@ -42,3 +42,31 @@ def test_a_file_that_is_too_short_or_not_there_is_an_error(file: Path, tmp_path:
         pass
     with pytest.raises(FileNotFoundError), map_readonly(str(tmp_path / "none"), 0, 1):
         pass
+
+
+def test_a_kept_mapping_is_made_once_and_shows_what_is_there_now(file: Path) -> None:
+    prepared = []
+    kept = KeptMappings(lambda memory: prepared.append(memory.nbytes))
+    first = kept.view(str(file), 5000, 1000)
+    before = bytes(first)
+    with open(file, "r+b") as changed:
+        changed.seek(5000)
+        changed.write(bytes(255 - byte for byte in before))
+    again = kept.view(str(file), 5000, 1000)
+    assert again is first
+    assert bytes(again) == bytes(255 - byte for byte in before)
+    assert not again.flags.writeable
+    kept.view(str(file), 4096, 10)
+    assert prepared == [1000, 10]
+
+
+def test_mappings_of_another_file_go(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"abc")
+    kept = KeptMappings()
+    first = kept.view(str(file), 0, 10)
+    assert bytes(kept.view(str(other), 0, 3)) == b"abc"
+    assert kept.view(str(file), 0, 10) is not first
+    with pytest.raises(FileNotFoundError):
+        kept.view(str(tmp_path / "none"), 0, 3)
+    assert len(kept.view(str(file), 0, 0)) == 0

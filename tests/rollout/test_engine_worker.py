@@ -38,7 +38,7 @@ from laminar_hpc.protocol.wire import AnyRecord  # noqa: E402
 from laminar_hpc.rollout.api import Request, Sampled  # noqa: E402
 from laminar_hpc.rollout.torch_engine import TorchEngine  # noqa: E402
 from laminar_hpc.rollout.worker import EngineWorker, main  # noqa: E402
-from laminar_hpc.weights.digest import image_digest, range_digests  # noqa: E402
+from laminar_hpc.weights.digest import chunk_digests, image_digest  # noqa: E402
 from laminar_hpc.weights.image import Image  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -111,7 +111,7 @@ def lent(saved: Saved, version: int) -> Iterator[Lease]:
 
 def digest_of(saved: Saved) -> bytes:
     """The digest of the image with the model's weights."""
-    return image_digest(range_digests(saved.manifest, 0, saved.manifest.chunks, saved.image))
+    return image_digest(chunk_digests(saved.image, saved.manifest))
 
 
 @contextlib.contextmanager

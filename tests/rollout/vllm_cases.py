@@ -28,7 +28,7 @@ from laminar_hpc.protocol.peer import (  # noqa: E402
 from laminar_hpc.protocol.trajectory import Purpose, TrajectorySpec  # noqa: E402
 from laminar_hpc.protocol.wire import AnyRecord  # noqa: E402
 from laminar_hpc.rollout.worker import main  # noqa: E402
-from laminar_hpc.weights.digest import image_digest, range_digests  # noqa: E402
+from laminar_hpc.weights.digest import chunk_digests, image_digest  # noqa: E402
 
 DEADLINE_S = 300.0
 """vLLM starts within 35 s on idle cores; tests run beside others."""
@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def digest_of(saved: Saved) -> bytes:
     """The digest of the image with the model's weights."""
-    return image_digest(range_digests(saved.manifest, 0, saved.manifest.chunks, saved.image))
+    return image_digest(chunk_digests(saved.image, saved.manifest))
 
 
 def same_until_near_tie(saved: Saved, prompt: list[int], response: list[int], expected: list[int]) -> bool:

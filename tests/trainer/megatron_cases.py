@@ -142,7 +142,7 @@ def save_models(directory: Path) -> None:
 def case_config(path: str, cut: Cut, case: Case) -> Config:
     """The config of a case for the model in `path`."""
     keys = TRAINER | case.trainer | {"tensor_parallel": cut.tensor, "pipeline_parallel": cut.stages}
-    config = config_for(path, chunk_bytes=10_000, trainers=cut.trainers, engine="megatron", **keys)
+    config = config_for(path, trainers=cut.trainers, engine="megatron", **keys)
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": case.dtype})})
 
 

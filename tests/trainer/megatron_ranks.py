@@ -1,8 +1,8 @@
 """The ranks of all cuts, as one program: libraries are loaded once, then every cut's ranks are forked and work together.
 
 Arguments: the directory with the models, and the one for results; "alone" after them has one trainer do all, without a
-fork, which a process that has looked for GPUs cannot make. A rank leaves one file for each case: its share of the
-image before and after training, and its scores; metrics lie beside it as JSON.
+fork, which a process that has looked for GPUs cannot make. A rank leaves one file for each case: its tiles and their
+bytes before and after training, and its scores; metrics lie beside it as JSON.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import sys
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron_cases import CASES, CUTS, Case, Cut, case_config, own_sequences
 from numpy.typing import NDArray
+from published import publish
 from safetensors.numpy import save_file
 
 from laminar_hpc.trainer.megatron_trainer import MegatronTrainer
-from laminar_hpc.weights.manifest import range_bytes
-from laminar_hpc.weights.reshard import share
 
 DEADLINE_S = 300.0
 """For all cases of one cut."""
@@ -46,14 +46,17 @@ def run_case(path: str, result: str, cut: Cut, case: Case, rank: int) -> None:
     """Write, score, train, write, score."""
     trainer = MegatronTrainer(case_config(path, cut, case), rank, cut.trainers)
     sequences = own_sequences(case, cut, rank)
-    tensors = {"before": image_share(trainer, cut, rank), "scores": joined(trainer.score(sequences))}
+    tiles, before = publish(trainer)
+    tensors = {"before": before, "scores": joined(trainer.score(sequences))}
+    tensors["tiles"] = np.array([msgspec.structs.astuple(tile) for tile in tiles], dtype=np.int64).reshape(-1, 6)
+    tensors["nbytes"] = np.array([trainer.manifest.nbytes])
     runs = AttentionRuns(trainer)
     metrics = [trainer.train(sequences, version=3) for _ in range(case.steps)]
     tensors["attention_runs"] = np.array([runs.count])
-    tensors["after"] = image_share(trainer, cut, rank)
+    tensors["after"] = publish(trainer)[1]
     if case.reference:
         tensors["reference"] = joined(trainer.score(sequences, reference=True))
-        tensors["again"] = image_share(trainer, cut, rank)
+        tensors["again"] = publish(trainer)[1]
     save_file(tensors, result)
     with open(f"{result}.json", "w", encoding="utf-8") as file:
         json.dump(metrics, file)
@@ -69,14 +72,6 @@ class AttentionRuns:
 
     def _add(self, *_: object) -> None:
         self.count += 1
-
-
-def image_share(trainer: MegatronTrainer, cut: Cut, rank: int) -> NDArray[np.uint8]:
-    """What this rank publishes, into memory that held something else."""
-    first, chunks = share(trainer.manifest.chunks, cut.trainers, rank)
-    image = np.full(range_bytes(trainer.manifest, first, chunks), 0xAB, dtype=np.uint8)
-    trainer.write_weights(first, chunks, image)
-    return image
 
 
 def joined(scores: list[NDArray[np.float32]]) -> NDArray[np.float32]:

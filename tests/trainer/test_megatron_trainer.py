@@ -27,9 +27,10 @@ from megatron_cases import (  # noqa: E402
     own_sequences,
     save_models,
 )
+from published import assemble, image_of  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from laminar_hpc.protocol.peer import Manifest  # noqa: E402
+from laminar_hpc.protocol.peer import Manifest, Tile  # noqa: E402
 from laminar_hpc.trainer.hf import load_model, model_manifest  # noqa: E402
 from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
 
@@ -52,8 +53,9 @@ class Outcome:
         self.metrics = [json.loads(file.with_name(f"{file.name}.json").read_text()) for file in files]
 
     def image(self, moment: str) -> NDArray[np.uint8]:
-        """All shares, in the order of the trainers."""
-        return np.concatenate([tensors[moment] for tensors in self.tensors])
+        """What all trainers published, put together."""
+        published = [([Tile(*row) for row in t["tiles"].tolist()], t[moment]) for t in self.tensors]
+        return assemble(int(self.tensors[0]["nbytes"][0]), published)
 
 
 class Single:
@@ -71,9 +73,7 @@ class Single:
         self.after = self._image()
 
     def _image(self) -> NDArray[np.uint8]:
-        image = np.full(self.manifest.nbytes, 0xCD, dtype=np.uint8)
-        self.trainer.write_weights(0, self.manifest.chunks, image)
-        return image
+        return image_of(self.trainer)
 
 
 @pytest.fixture(scope="module")
@@ -234,4 +234,4 @@ def bfloat16(image: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def test_the_manifest_is_that_of_the_transformers_model(models: Path, singles: dict[str, Single]) -> None:
     for name in MODELS:
-        assert singles[name].manifest == model_manifest(load_model(str(models / name), "float32"), 10_000)
+        assert singles[name].manifest == model_manifest(load_model(str(models / name), "float32"))

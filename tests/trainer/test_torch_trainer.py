@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import msgspec  # noqa: E402
+from published import assemble, image_of, publish  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from trainer_cases import (  # noqa: E402
@@ -296,21 +297,13 @@ def test_nothing_to_train_on_makes_no_change(model_path: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("chunk_bytes", [1024, 5000, 1 << 20])
-def test_image_is_the_state_dict(tmp_path: Path, dtype: str, tied: bool, chunk_bytes: int) -> None:
-    config = config_for(save_model(tmp_path, tied=tied), chunk_bytes=chunk_bytes)
+def test_image_is_the_state_dict(tmp_path: Path, dtype: str, tied: bool) -> None:
+    config = config_for(save_model(tmp_path, tied=tied))
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     trainer = build_trainer(config, 0, 1)
     trainer.train(mini_batch())
     manifest = trainer.manifest
-    parts = []
-    for first in range(0, manifest.chunks, 3):  # shares of three chunks, whatever tensors they cut
-        count = min(3, manifest.chunks - first)
-        low, high = manifest.chunk_range(first)[0], manifest.chunk_range(first + count - 1)[1]
-        part = np.full(high - low, 255, dtype=np.uint8)
-        trainer.write_weights(first, count, part)
-        parts.append(part)
-    image = np.concatenate(parts)
+    image = image_of(trainer)
     state = trainer.model.state_dict()  # type: ignore[attr-defined]
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:
         names = set(saved.keys())
@@ -323,6 +316,18 @@ def test_image_is_the_state_dict(tmp_path: Path, dtype: str, tied: bool, chunk_b
         assert torch.equal(data, state[entry.name])
         covered[place] = True
     assert not image[~covered].any()
+
+
+@pytest.mark.parametrize("trainers", [2, 3, 7])
+def test_replicas_publish_a_part_each(model_path: str, trainers: int) -> None:
+    alone = TorchTrainer(config_for(model_path), 0, 1)
+    replicas = [
+        TorchTrainer(config_for(model_path, trainers=trainers), trainer, trainers) for trainer in range(trainers)
+    ]
+    published = [publish(replica) for replica in replicas]
+    sizes = [len(data) for _, data in published]
+    assert max(sizes) - min(sizes) <= 129  # they are cut at multiples of 64
+    assert np.array_equal(assemble(alone.manifest.nbytes, published), image_of(alone))
 
 
 def test_bfloat16_keeps_small_updates(model_path: str) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import msgspec  # noqa: E402
 from plain_formulas import PlainSequence, plain_loss  # noqa: E402
+from published import Published, assemble, image_of  # noqa: E402
 from trainer_cases import ADVANTAGES, blocks_of, config_for, mini_batch, reference_logprobs  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -24,7 +25,6 @@ from laminar_hpc.process.channel import wait_any  # noqa: E402
 from laminar_hpc.process.worker import Worker, start_forkserver  # noqa: E402
 from laminar_hpc.protocol.peer import (  # noqa: E402
     Heartbeat,
-    Manifest,
     Rendezvous,
     StartTrainer,
     TrainedOn,
@@ -40,12 +40,10 @@ from laminar_hpc.trainer.api import Sequence  # noqa: E402
 from laminar_hpc.trainer.batch import own_sequences  # noqa: E402
 from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
 from laminar_hpc.trainer.worker import main  # noqa: E402
-from laminar_hpc.weights.digest import range_digests  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
 DEADLINE_S = 120.0
-CHUNK_BYTES = 5000
 IDS = list(range(100, 100 + len(ADVANTAGES)))
 GROUPS = [1, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 1.0, 0.0]
@@ -96,43 +94,48 @@ def train_on(own: list[int]) -> TrainOn:
 def expected_trainer(config: Config) -> tuple[TorchTrainer, dict[str, float]]:
     """A trainer in this process that has made the same step."""
     trainer = TorchTrainer(config, 0, 1)
+    return trainer, trainer.train(train_sequences())
+
+
+def train_sequences() -> list[Sequence]:
+    """The mini-batch as the worker makes it of `train_on`."""
     advantages = group_advantages(GROUPS, REWARDS)
-    sequences = [
+    return [
         Sequence(s.tokens, s.behaviour_logprobs, s.loss_mask, advantage)
         for s, advantage in zip(mini_batch(), advantages, strict=True)
     ]
-    return trainer, trainer.train(sequences)
 
 
-def write(
-    worker: Worker, manifest: Manifest, first: int, chunks: int, version: int = 9
-) -> tuple[bytes, WeightsWritten]:
-    """Have a share written into a memfd behind 4321 bytes of something else."""
-    low, high = manifest.chunk_range(first)[0], manifest.chunk_range(first + chunks - 1)[1]
-    fd = os.memfd_create("image")
-    try:
-        os.ftruncate(fd, 5000 + high - low)
-        os.pwrite(fd, b"\xff" * (5000 + high - low), 0)
-        worker.send(WriteWeights(version, f"/proc/{os.getpid()}/fd/{fd}", 4321, first, chunks))
+class Memory:
+    """Memory for two versions of a shard, lent to a worker, between bytes that are not the worker's."""
+
+    def __init__(self, up: TrainerUp) -> None:
+        self.tiles, self.nbytes = up.tiles, sum(tile.nbytes for tile in up.tiles)
+        self.offsets = [4321, 8642 + self.nbytes]
+        self.fd = os.memfd_create("shard")
+        size = sum(self.offsets) + 2 * self.nbytes
+        os.pwrite(self.fd, b"\xff" * size, 0)
+
+    def write(self, worker: Worker, version: int, place: int = 0) -> tuple[Published, WeightsWritten]:
+        """Have a version written to one of the two places; what the worker publishes then."""
+        offset = self.offsets[place]
+        before = os.pread(self.fd, offset, 0)
+        after = os.pread(self.fd, sum(self.offsets), offset + self.nbytes)
+        worker.send(WriteWeights(version, f"/proc/{os.getpid()}/fd/{self.fd}", offset))
         message = answer(worker)
         assert isinstance(message, WeightsWritten)
-        data = os.pread(fd, 5000 + high - low, 0)
-    finally:
-        os.close(fd)
-    assert data[:4321] == b"\xff" * 4321  # nothing before
-    assert data[4321 + high - low :] == b"\xff" * (5000 - 4321)  # and nothing after the share is touched
-    return data[4321 : 4321 + high - low], message
+        assert message.version == version
+        assert os.pread(self.fd, offset, 0) == before
+        assert os.pread(self.fd, sum(self.offsets), offset + self.nbytes) == after
+        data = os.pread(self.fd, self.nbytes, offset)
+        return (self.tiles, np.frombuffer(data, dtype=np.uint8)), message
 
-
-def image_of(trainer: TorchTrainer) -> np.ndarray:
-    """All of a trainer's image."""
-    image = np.zeros(trainer.manifest.nbytes, dtype=np.uint8)
-    trainer.write_weights(0, trainer.manifest.chunks, image)
-    return image
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 def test_one_trainer_trains_and_writes(model_path: str, tmp_path: Path) -> None:
-    config = config_for(model_path, chunk_bytes=CHUNK_BYTES)
+    config = config_for(model_path)
     with workers(1, tmp_path) as (worker,):
         worker.send(StartTrainer(config.model_dump_json().encode(), 0, 1))
         up = answer(worker)
@@ -146,12 +149,14 @@ def test_one_trainer_trains_and_writes(model_path: str, tmp_path: Path) -> None:
         assert (trained.step, trained.minibatch) == (3, 0)
         assert trained.tokens == sum(len(sequence.tokens) for sequence in mini_batch())
         assert trained.metrics == pytest.approx(metrics, rel=1e-6)
-        first, chunks = 2, up.manifest.chunks - 3
-        data, written = write(worker, up.manifest, first, chunks)
-        low, high = up.manifest.chunk_range(first)[0], up.manifest.chunk_range(first + chunks - 1)[1]
-        assert data == image_of(expected)[low:high].tobytes()
-        assert written.version == 9
-        assert written.digests == range_digests(up.manifest, first, chunks, np.frombuffer(data, dtype=np.uint8))
+        with contextlib.closing(Memory(up)) as memory:
+            for version, place in ((8, 0), (9, 1), (10, 0)):
+                published, written = memory.write(worker, version, place)
+                assert np.array_equal(assemble(up.manifest.nbytes, [published]), image_of(expected))
+                assert written.seconds > 0
+                expected.train(train_sequences())
+                worker.send(train_on(list(range(7))))
+                assert isinstance(answer(worker), TrainedOn)
         worker.stop(timeout_s=20.0)
         assert not worker.alive
 
@@ -221,7 +226,7 @@ def test_nothing_comes_between_the_mini_batches_of_a_step_that_is_scored(model_p
     with workers(1, tmp_path) as (worker,):
         start(worker, config_for(model_path, correction="icepop"))
         worker.send(half_of_a_step(0))
-        worker.send(WriteWeights(1, "/nowhere", 0, 0, 0))
+        worker.send(WriteWeights(1, "/nowhere", 0))
         said = answer(worker)
         assert isinstance(said, WorkerError)
         assert "expected mini-batch 1 of step 3, got WriteWeights" in said.text
@@ -234,7 +239,8 @@ def test_mismatch_is_measured_under_the_version_that_was_written_last(model_path
         found = []
         for version in (0, 1, None):
             if version is not None:
-                write(worker, up.manifest, 0, 1, version)
+                with contextlib.closing(Memory(up)) as memory:
+                    memory.write(worker, version)
             worker.send(whole)
             trained = answer(worker)
             assert isinstance(trained, TrainedOn)
@@ -243,7 +249,7 @@ def test_mismatch_is_measured_under_the_version_that_was_written_last(model_path
 
 
 def test_two_trainers_meet_and_stay_equal(model_path: str, tmp_path: Path) -> None:
-    config = config_for(model_path, chunk_bytes=CHUNK_BYTES, trainers=2)
+    config = config_for(model_path, trainers=2)
     with workers(2, tmp_path) as both:
         for place, worker in enumerate(both):
             worker.send(StartTrainer(config.model_dump_json().encode(), place, 2))
@@ -264,9 +270,11 @@ def test_two_trainers_meet_and_stay_equal(model_path: str, tmp_path: Path) -> No
         assert trained[0].metrics == trained[1].metrics
         assert trained[0].metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
         assert trained[0].tokens + trained[1].tokens == sum(len(sequence.tokens) for sequence in mini_batch())
-        images = [write(worker, manifest, 0, manifest.chunks)[0] for worker in both]
-        assert images[0] == images[1]
-        found = np.frombuffer(images[0], dtype="<f4")
+        memories = [Memory(up) for up in ups]
+        published = [memory.write(worker, 9)[0] for memory, worker in zip(memories, both, strict=True)]
+        for memory in memories:
+            memory.close()
+        found = assemble(manifest.nbytes, published).view("<f4")
         np.testing.assert_allclose(found, image_of(expected).view("<f4"), atol=2e-3)  # twice the learning rate
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from published import assemble, image_of  # noqa: E402
 from trainer_cases import config_for, mini_batch, reference_gradients, save_model  # noqa: E402
 
 from laminar_hpc.config.schema import Config  # noqa: E402
+from laminar_hpc.process.memory import map_for_good  # noqa: E402
 from laminar_hpc.trainer.api import TrainingEngine  # noqa: E402
 from laminar_hpc.trainer.build import build_trainer  # noqa: E402
-from laminar_hpc.weights.digest import range_digests  # noqa: E402
+from laminar_hpc.trainer.shard import pin  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,13 +40,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def with_dtype(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
-
-
-def image_of(trainer: TrainingEngine) -> np.ndarray:
-    """All weights as they are published, with every chunk written in one go."""
-    image = np.empty(trainer.manifest.nbytes, np.uint8)
-    trainer.write_weights(0, trainer.manifest.chunks, image)
-    return image
 
 
 def as_numbers(trainer: TrainingEngine, image: np.ndarray) -> np.ndarray:
@@ -98,12 +94,31 @@ def test_a_big_enough_model_trains_in_bfloat16(tmp_path: Path, engine: str, reco
         tmp_path
     )
     keys = {"recompute": recompute} if engine == "megatron" else {}
-    config = with_dtype(config_for(str(tmp_path), chunk_bytes=1 << 24, engine=engine, **keys), "bfloat16")
+    config = with_dtype(config_for(str(tmp_path), engine=engine, **keys), "bfloat16")
     trainer = build_trainer(config, 0, 1)
     metrics = [trainer.train(mini_batch()) for _ in range(5)]
     assert all(np.isfinite(list(each.values())).all() for each in metrics)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     image = image_of(trainer)
     assert np.isfinite(as_numbers(trainer, image)).all()
-    digests = range_digests(trainer.manifest, 0, trainer.manifest.chunks, image)
-    assert digests == range_digests(trainer.manifest, 0, trainer.manifest.chunks, image_of(trainer))
+    assert np.array_equal(image_of(trainer), image)
+
+
+@pytest.mark.parametrize("engine", ["torch", "megatron"])
+def test_what_is_published_is_of_one_moment_though_training_goes_on(path: str, engine: str) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.core")
+    trainer = build_trainer(config_for(path, engine=engine), 0, 1)
+    before = image_of(trainer)
+    fd = os.memfd_create("shard")
+    os.ftruncate(fd, sum(tile.nbytes for tile in trainer.tiles))
+    memory = map_for_good(f"/proc/self/fd/{fd}")
+    pin(memory)
+    assert torch.from_numpy(memory).is_pinned()
+    wait = trainer.write_weights(memory)
+    trainer.train(mini_batch())
+    assert wait is not None
+    wait()
+    assert np.array_equal(assemble(trainer.manifest.nbytes, [(trainer.tiles, memory)]), before)
+    assert not np.array_equal(image_of(trainer), before)
+    os.close(fd)

@@ -55,7 +55,7 @@ def save_model(directory: Path, tied: bool = True) -> str:
     return str(directory)
 
 
-def config_for(path: str, chunk_bytes: int = 4096, trainers: int = 1, **trainer: Any) -> Config:
+def config_for(path: str, trainers: int = 1, **trainer: Any) -> Config:
     """A config for the model at `path`; keywords are keys of its section `trainer`."""
     return Config.model_validate(
         {
@@ -63,7 +63,6 @@ def config_for(path: str, chunk_bytes: int = 4096, trainers: int = 1, **trainer:
             "job": {"trainers": trainers, "start_timeout_s": 60.0},
             "model": {"path": path},
             "trainer": {"clip_grad_norm": 0.0, "learning_rate": 1e-3, **trainer},
-            "weights": {"chunk_bytes": chunk_bytes},
         }
     )
 

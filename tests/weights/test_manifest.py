@@ -1,4 +1,4 @@
-"""The layout of the image, and the shares of it that trainers publish."""
+"""The layout of the image."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.errors import ConfigError, ProtocolError
-from laminar_hpc.protocol.commands import Share
-from laminar_hpc.weights.manifest import ITEM_BYTES, make_manifest, range_bytes
-from laminar_hpc.weights.reshard import check_shares, share
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.weights.manifest import ITEM_BYTES, make_manifest
 
 tensor_lists = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
@@ -72,48 +70,13 @@ def test_impossible_tensors_are_named(tensors, message: str) -> None:
         make_manifest(tensors, chunk_bytes=1024)
 
 
-def test_chunks_need_a_length() -> None:
-    with pytest.raises(ConfigError, match="chunk_bytes"):
-        make_manifest([], chunk_bytes=0)
+def test_all_is_one_chunk_until_their_length_is_chosen() -> None:
+    manifest = make_manifest([("w", (3000,), "uint8")])
+    assert (manifest.chunk_bytes, manifest.chunks, manifest.chunk_range(0)) == (0, 1, (0, 3000))
+    empty = make_manifest([])
+    assert (empty.chunks, empty.chunk_range(0)) == (1, (0, 0))
 
 
-@given(st.integers(0, 300), st.integers(1, 40))
-def test_shares_cover_every_chunk_once_and_evenly(chunks: int, trainers: int) -> None:
-    shares = [share(chunks, trainers, trainer) for trainer in range(trainers)]
-    assert [chunk for first, count in shares for chunk in range(first, first + count)] == list(range(chunks))
-    counts = [count for _, count in shares]
-    assert max(counts) - min(counts) <= 1
-    check_shares([Share(rank, first, count) for rank, (first, count) in enumerate(shares)], chunks)
-
-
-@given(tensor_lists, st.integers(1, 200), st.integers(1, 9))
-def test_share_bytes_add_up(tensors, chunk_bytes: int, trainers: int) -> None:
-    manifest = make_manifest([(name, *rest) for name, rest in tensors.items()], chunk_bytes)
-    total = sum(range_bytes(manifest, *share(manifest.chunks, trainers, trainer)) for trainer in range(trainers))
-    assert total == manifest.nbytes
-
-
-@pytest.mark.parametrize("trainer", [-1, 2])
-def test_share_of_nobody(trainer: int) -> None:
-    with pytest.raises(ValueError, match=f"0 to 1, got {trainer}"):
-        share(10, 2, trainer)
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [
-        [Share(1, 0, 2)],  # too few
-        [Share(1, 0, 2), Share(2, 1, 2)],  # overlap
-        [Share(1, 0, 1), Share(2, 2, 1)],  # gap
-        [Share(1, 0, 4)],  # too many
-        [Share(1, 0, 3), Share(2, 0, 3)],  # twice
-        [],
-    ],
-)
-def test_wrong_shares_are_refused(shares: list[Share]) -> None:
-    with pytest.raises(ProtocolError, match="share"):
-        check_shares(shares, 3)
-
-
-def test_empty_shares_may_lie_anywhere() -> None:
-    check_shares([Share(3, 1, 2), Share(2, 1, 0), Share(1, 0, 1), Share(4, 99, 0)], 3)
+def test_chunks_have_no_negative_length() -> None:
+    with pytest.raises(ConfigError, match="chunk_bytes: must be at least 0, got -1"):
+        make_manifest([], chunk_bytes=-1)

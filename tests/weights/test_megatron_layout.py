@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.weights.megatron_layout import Grid, ModelShape, Placement, padded_vocabulary, placements
+from laminar_hpc.weights.manifest import make_manifest
+from laminar_hpc.weights.megatron_layout import (
+    Grid,
+    ModelShape,
+    Placement,
+    padded_vocabulary,
+    placements,
+    shard_slices,
+)
 
 CUTS = list(itertools.product((1, 2, 4), (1, 2, 4)))
 SHAPES = {
@@ -174,12 +182,42 @@ def test_trainers_have_one_place_each(tensor: int, replicas: int, stages: int) -
     places = [grid.place(trainer) for trainer in range(grid.trainers)]
     assert sorted(places) == sorted(itertools.product(range(tensor), range(replicas), range(stages)))
     assert [grid.trainer(*place) for place in places] == list(range(grid.trainers))
-    members = [grid.replica_members(replica) for replica in range(replicas)]
-    assert sorted(itertools.chain(*members)) == list(range(grid.trainers))
-    assert all(ranks == sorted(ranks) for ranks in members)
 
 
 def test_tensor_ranks_come_first_then_replicas_then_stages() -> None:
     # Megatron's default order "tp-cp-ep-dp-pp" for 2 x 2 x 2: trainer 5 is tensor rank 1, replica 0, stage 1
     assert Grid(2, 2, 2).place(5) == (1, 0, 1)
-    assert Grid(2, 2, 2).replica_members(1) == [2, 3, 6, 7]
+
+
+def test_what_several_trainers_have_comes_from_one_of_them() -> None:
+    shape = SHAPES["bias, tied"]
+    layout, grid = placements(shape, 2, 4), Grid(2, 1, 4)
+    manifest = make_manifest([(p.name, p.shape, "bfloat16") for p in layout])
+    slices = {trainer: shard_slices(layout, manifest, grid, trainer) for trainer in range(grid.trainers)}
+    tables = {trainer for trainer, parts in slices.items() if any("embedding" in part.parameter for part in parts)}
+    assert tables == {0, 1}  # the first stage's, though the last one's output layer has the same rows
+    assert not any(part.parameter == "output_layer.weight" for parts in slices.values() for part in parts)
+    norms = {
+        t: [s.parameter.split("decoder.")[1] for s in parts if "norm" in s.parameter] for t, parts in slices.items()
+    }
+    # the norms of the layers 0 to 3 and the last one, in turn from tensor rank 0 and 1 of their stage
+    assert norms == {
+        0: ["layers.0.input_layernorm.weight"], 1: ["layers.0.pre_mlp_layernorm.weight"],
+        2: ["layers.0.input_layernorm.weight"], 3: ["layers.0.pre_mlp_layernorm.weight"],
+        4: ["layers.0.input_layernorm.weight"], 5: ["layers.0.pre_mlp_layernorm.weight"],
+        6: ["layers.0.input_layernorm.weight", "final_layernorm.weight"], 7: ["layers.0.pre_mlp_layernorm.weight"],
+    }  # fmt: skip
+
+
+def test_a_slice_is_where_megatron_has_it() -> None:
+    # 4 heads of 1 in 2 groups, hidden 2, bfloat16: the shard of tensor rank 1 is q2 q3 k1 v1, a row of 4 bytes each
+    shape = ModelShape(vocabulary=4, hidden=2, intermediate=2, layers=1, heads=4, query_groups=2, head_size=1)
+    layout = placements(shape, 2, 1)
+    manifest = make_manifest([(p.name, p.shape, "bfloat16") for p in layout])
+    starts = {entry.offset: entry.name.split(".")[-2] for entry in manifest.tensors}
+    found = [
+        (starts[part.tile.offset // 64 * 64], part.tile.offset % 64, part.tile.nbytes, part.start)
+        for part in shard_slices(layout, manifest, Grid(2, 1, 1), 1)
+        if "linear_qkv" in part.parameter
+    ]
+    assert found == [("k_proj", 4, 4, 8), ("q_proj", 8, 8, 0), ("v_proj", 4, 4, 12)]

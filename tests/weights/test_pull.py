@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from laminar_hpc.errors import ProtocolError
+from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
 from laminar_hpc.weights.image import Image
-from laminar_hpc.weights.pull import Lender, Puller
+from laminar_hpc.weights.pull import Lender, LentMemory, Puller
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def lease(version: int) -> Lease:
 def test_a_pull(puller: Puller, sent: list) -> None:
     puller.request(4)
     assert puller.waiting_for == "version 4 or newer from relay rank 2"
-    assert puller.lent(lease(6)) == lease(6)
+    assert puller.lent(2, lease(6)) == lease(6)
     assert puller.waiting_for == ""
     assert puller.loaded() == 6
     assert sent == [(2, LeaseRequest(7, 4)), (2, LeaseReturn(7, 6))]
@@ -38,24 +39,24 @@ def test_one_pull_at_a_time(puller: Puller) -> None:
     puller.request(4)
     with pytest.raises(ProtocolError, match="rank 7: asks for version 5 in the middle of a pull"):
         puller.request(5)
-    puller.lent(lease(4))
+    puller.lent(2, lease(4))
     with pytest.raises(ProtocolError, match="in the middle of a pull"):
         puller.request(5)
 
 
 def test_what_a_relay_must_not_send(puller: Puller) -> None:
-    with pytest.raises(ProtocolError, match="lends version 3, asked for was None"):
-        puller.lent(lease(3))
+    with pytest.raises(ProtocolError, match="lends version 3, asked for was None from rank 2"):
+        puller.lent(2, lease(3))
     puller.request(4)
     with pytest.raises(ProtocolError, match="rank 2 lends version 3, asked for was 4"):
-        puller.lent(lease(3))
+        puller.lent(2, lease(3))
     with pytest.raises(ProtocolError, match="without a lease"):
         puller.loaded()
 
 
 def test_a_lost_worker_gives_its_lease_back(puller: Puller, sent: list) -> None:
     puller.request(4)
-    puller.lent(lease(4))
+    puller.lent(2, lease(4))
     puller.drop()
     assert sent[-1] == (2, LeaseReturn(7, 4))
     puller.drop()
@@ -67,9 +68,9 @@ def test_a_lease_for_a_lost_worker_goes_straight_back(puller: Puller, sent: list
     puller.request(4)
     puller.drop()
     puller.request(5)
-    assert puller.lent(lease(4)) is None
+    assert puller.lent(2, lease(4)) is None
     assert sent[-1] == (2, LeaseReturn(7, 4))
-    assert puller.lent(lease(5)) == lease(5)
+    assert puller.lent(2, lease(5)) == lease(5)
 
 
 def test_a_lender_waits_for_a_version_new_enough(sent: list) -> None:
@@ -105,3 +106,55 @@ def test_a_lost_rollout_leaves_no_leases_and_no_requests(sent: list) -> None:
         image.complete(2)
         lender.poll()
         assert len(sent) == 1
+
+
+def test_another_relay(puller: Puller, sent: list) -> None:
+    puller.request(4)
+    puller.attach(3)
+    assert puller.waiting_for == ""
+    puller.request(4)
+    assert sent[-1] == (3, LeaseRequest(7, 4))
+    assert puller.lent(2, lease(4)) is None  # the answer to the first request
+    assert sent[-1] == (2, LeaseReturn(7, 4))
+    assert puller.lent(3, lease(5)) == lease(5)
+    puller.attach(2)  # while a worker loads from what rank 3 has lent
+    assert puller.lending
+    assert puller.loaded() == 5
+    assert sent[-1] == (3, LeaseReturn(7, 5))
+
+
+def test_a_relay_that_is_gone_answers_no_more(puller: Puller) -> None:
+    puller.request(4)
+    puller.forget(2)
+    puller.attach(3)
+    puller.forget(2)
+    puller.attach(2)
+    puller.request(5)
+    assert puller.lent(2, lease(5)) == lease(5)
+
+
+def test_leases_and_returns_of_ranks_that_are_gone_change_nothing(sent: list) -> None:
+    with Image.create(8, slots=2) as image:
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        image.begin_fill(1)
+        image.complete(1)
+        lender.drop(7)
+        lender.asked(LeaseRequest(rank=7, version=0))
+        lender.poll()
+        lender.returned(LeaseReturn(rank=7, version=1))
+        assert sent == []
+        assert image.leases(1) == 0
+
+
+def test_lent_memory_outlives_the_relay() -> None:
+    image = Image.create(8, slots=2)
+    image.begin_fill(1)[:] = 5
+    image.complete(1)
+    memory = LentMemory()
+    kept = memory.keep(Lease(1, image.path, image.offset_of(1)))
+    image.close()
+    with map_readonly(kept.path, kept.offset, 8) as mapped:
+        assert list(mapped) == [5] * 8
+    with pytest.raises(FileNotFoundError):
+        memory.keep(Lease(2, image.path + "9", 0))
+    memory.close()

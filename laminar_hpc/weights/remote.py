@@ -1,0 +1,149 @@
+"""A rollout without a relay on its node: its driver fetches the image from a relay elsewhere, into memory of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from laminar_hpc.mpi.transport import Transport
+from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseReturn
+from laminar_hpc.weights.fetch import Fetch
+from laminar_hpc.weights.image import Image, SlotState
+from laminar_hpc.weights.serve import SendMail
+from laminar_hpc.weights.sources import FromRelay
+
+SLOTS = 2
+"""One that the worker loads from, and one for a fetch that could not be stopped at once."""
+
+
+class RemoteImage:
+    """Versions fetched from other nodes, one at a time: idle > `begin` > fetching > (`poll` gives a lease) > `done` > idle."""
+
+    def __init__(self, transport: Transport, layout: Layout, send_mail: SendMail, *, window: int, verify: bool) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._send_mail = send_mail
+        self._window = window
+        self._verify = verify
+        self._image: Image | None = None  # no memory is taken where none is needed
+        self._fetch: Fetch | None = None
+        self._stopped: list[Fetch] = []
+        self._epochs: defaultdict[int, int] = defaultdict(int)
+        self._wanted: tuple[int, int] | None = None
+        self._ready: int | None = None
+
+    @property
+    def waiting_for(self) -> str:
+        """What it waits for and from whom, for people; "" when nothing is under way."""
+        if self._fetch is not None:
+            return self._fetch.waiting_for
+        return "" if self._wanted is None else f"memory for version {self._wanted[1]}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether the relay has said that it has not got the version any more: ask anew."""
+        return self._fetch is not None and self._fetch.gone
+
+    def begin(self, relay: int, version: int, now: float) -> None:
+        """Fetch `version`, which `relay` has lent."""
+        self._wanted = (relay, version)
+        self._try_begin(now)
+
+    def poll(self, now: float) -> Lease | None:
+        """Move on; the lease for the worker when all chunks are here."""
+        self._transport.poll()
+        self._let_go()
+        if self._wanted is not None:
+            self._try_begin(now)
+        if self._image is None:
+            return None
+        if self._fetch is not None:
+            self._fetch.poll(now)
+            if self._fetch.complete:
+                self._image.complete(self._fetch.version)
+                self._ready = self._fetch.version
+                self._leave(self._fetch)
+        version, self._ready = self._ready, None
+        if version is None:
+            return None
+        self._image.hold(self._transport.rank, version)
+        return Lease(version, self._image.path, self._image.offset_of(version))
+
+    def done(self, version: int) -> None:
+        """The worker has loaded `version`, or is gone."""
+        me = self._transport.rank
+        if self._image is not None and self._image.has_lent(me, version):
+            self._image.give_back(me, version)
+
+    def drop(self) -> None:
+        """Give up what is under way."""
+        self._wanted = self._ready = None
+        if self._fetch is not None and self._image is not None:
+            self._fetch.stop()
+            self._image.drop(self._fetch.version)
+            self._leave(self._fetch)
+
+    def sent(self, message: ChunkSent) -> None:
+        """The relay says what it has sent."""
+        if self._fetch is not None and self._fetch.version == message.version:
+            self._fetch.sent(message)
+
+    def refused(self, message: ChunkGone) -> None:
+        """The relay will never have a chunk."""
+        for fetch in [*self._stopped, *([self._fetch] if self._fetch is not None else [])]:
+            if fetch.version == message.version:
+                fetch.refused(message)
+
+    def forget(self, rank: int, epoch: int) -> None:
+        """`rank` is gone, by the loss of this epoch."""
+        self._epochs[rank] = epoch
+        for fetch in [*self._stopped, *([self._fetch] if self._fetch is not None else [])]:
+            fetch.forget(rank)
+
+    def close(self) -> None:
+        """Give the memory up."""
+        self.drop()
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+
+    def _try_begin(self, now: float) -> None:
+        assert self._wanted is not None
+        relay, version = self._wanted
+        manifest = self._layout.manifest
+        if self._image is None:
+            self._image = Image.create(manifest.nbytes, SLOTS)
+            self._transport.register(self._image.memory)
+        if self._image.state(version) is SlotState.READY:  # fetched for a worker that did not live to load it
+            self._wanted, self._ready = None, version
+            return
+        buffer = self._image.begin_fill(version)
+        if buffer is None:
+            return
+        self._wanted = None
+        self._fetch = Fetch(
+            self._transport,
+            manifest,
+            version,
+            FromRelay(relay, manifest),
+            buffer,
+            order=range(manifest.chunks),
+            send_mail=self._send_mail,
+            window=self._window,
+            verify=self._verify,
+            epochs=self._epochs,
+            now=now,
+        )
+
+    def _leave(self, fetch: Fetch) -> None:
+        self._fetch = None
+        if not fetch.quiet and self._image is not None:
+            self._image.hold(self._transport.rank, fetch.version)
+            self._stopped.append(fetch)
+
+    def _let_go(self) -> None:
+        for fetch in self._stopped[:]:
+            if fetch.quiet and self._image is not None:
+                self._stopped.remove(fetch)
+                self._image.give_back(self._transport.rank, fetch.version)
+                for rank in fetch.borrowed_from:  # who has answered a late request has lent the version anew
+                    self._send_mail(rank, LeaseReturn(self._transport.rank, fetch.version))
