@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 
@@ -67,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         _add_set(one)
         one.add_argument("--rounds", type=_positive, default=5, help="how often each side has its turn (default: 5)")
         one.set_defaults(run=_bench, loop=name)
+    relay = benches.add_parser(
+        "relay", help="the relay chain against other broadcasts of the same bytes, and through faults"
+    )
+    _add_relay(relay)
+    relay.set_defaults(run=_bench_relay)
 
     model = commands.add_parser("model", help="make a small model to train")
     models = model.add_subparsers(metavar="MODEL", required=True)
@@ -96,11 +102,12 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.local import run
     from laminar_hpc.launch.mpiexec import check_machine, command_line, open_mpi_settings
-    from laminar_hpc.runtime.check import check_run
+    from laminar_hpc.runtime.check import check_memory_here, check_run
 
     config = load_config(options.config, options.overrides)
     check_machine(config)
     check_run(config)
+    check_memory_here(config)
     if options.dry_run:
         words = [word for override in options.overrides for word in ("--set", override)]
         line = command_line(config, ["--config", options.config, *words])
@@ -137,6 +144,82 @@ def _bench(options: argparse.Namespace) -> int:
     bench = bench_rollout if options.loop == "rollout" else bench_trainer
     bench(config, options.rounds)
     return 0
+
+
+def _add_relay(parser: argparse.ArgumentParser) -> None:
+    """The options of the relay bench; the defaults are those of a short one."""
+    add = parser.add_argument
+    add("run_dir", help="a new directory for the record, the table and the figure")
+    add("--parts", type=_words, default=["broadcast", "publish", "pull"], help="of broadcast,publish,pull,failure")
+    add("--relays", type=_numbers, default=[3, 4, 6, 8], help="numbers of relays (default: 3,4,6,8)")
+    add("--nbytes", type=float, default=25e6, help="bytes of a broadcast (default: 25e6)")
+    add("--chunks", type=_numbers, default=[0], help="chunk counts, one after the other (0: by the measured link)")
+    add("--transports", type=_words, default=["mpi"], help="of mpi,nixl")
+    add("--ways", type=_words, default=[], help="of relays,copy,bcast,star,chain,gloo,file (default: all)")
+    add("--files", default=".", help="a directory on shared storage, for the way file")
+    add("--repetitions", type=_positive, default=5, help="rounds of broadcasts and of pulls (default: 5)")
+    add(
+        "--kill",
+        type=_words,
+        default=[],
+        help="faults, of middle,last,master,pair,link,stop; switches the part failure on",
+    )
+    add("--times", type=_positive, default=20, help="rounds of each fault (default: 20)")
+    add("--timeout", type=float, default=1.0, help="seconds after which a silent relay counts as lost (default: 1)")
+    add("--window", type=_positive, default=4, help="chunks asked for at once")
+    add("--no-verify", action="store_true", help="without digests")
+    add("--publish-nbytes", type=float, default=256e6, help="bytes of a trainer's shard (default: 256e6)")
+    add("--pairs", type=_positive, default=30, help="publications and plain copies (default: 30)")
+    add("--pull-nbytes", type=float, default=1e9, help="bytes that a rollout loads (default: 1e9)")
+    add("--rate", default="200mbit", help="each host's outgoing link (default: 200mbit)")
+    add("--no-hosts", action="store_true", help="without network namespaces: all in this machine's memory")
+    add("--seed", type=int, default=0)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _bench_relay(options: argparse.Namespace) -> int:
+    from laminar_hpc.analysis.relay_bench import print_bench, write_bench_figure
+    from laminar_hpc.launch.bench_relay import Wishes, bench_relay
+    from laminar_hpc.record.reader import open_run
+    from laminar_hpc.runtime.relay_bench.plan import Plan
+
+    plan = Plan(
+        relays=tuple(options.relays),
+        nbytes=int(options.nbytes),
+        repetitions=options.repetitions,
+        ways=tuple(options.ways) or Plan().ways,
+        files=os.path.abspath(options.files),
+        seed=options.seed,
+        window=options.window,
+        verify=not options.no_verify,
+        timeout_s=options.timeout,
+    )
+    wishes = Wishes(
+        run_dir=os.path.abspath(options.run_dir),
+        parts=(*options.parts, *(("failure",) if options.kill else ())),
+        plan=plan,
+        chunks=tuple(options.chunks),
+        transports=tuple(options.transports),
+        faults=tuple(options.kill),
+        times=options.times,
+        publish_nbytes=int(options.publish_nbytes),
+        publish_pairs=options.pairs,
+        pull_nbytes=int(options.pull_nbytes),
+        rate=options.rate,
+        hosts=not options.no_hosts,
+    )
+    code = bench_relay(wishes)
+    run = open_run(options.run_dir)
+    print_bench(run)
+    print(f"figure: {write_bench_figure(run)}")
+    return code
 
 
 def _model_tiny(options: argparse.Namespace) -> int:

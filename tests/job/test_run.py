@@ -51,12 +51,16 @@ def replayed(run: Run) -> None:
     assert events > 20
 
 
-def loaded_what_was_published(run: Run, versions: int) -> None:
-    """Each pull's digest, taken inside the engine, is the one that the trainers published; every version was published."""
+def loaded_what_was_published(run: Run, versions: int, all_of_them: bool = False) -> None:
+    """Each pull's digest, taken inside the engine, is the one that the trainers published.
+
+    The first and the last version reached the relays, or all of them; one that a newer one overtook may not have.
+    """
     publications, pulls = run.table("publications"), run.table("pulls")
     published = dict(zip(publications["version"], publications["digest"], strict=True))
-    assert sorted(published) == list(range(versions))
-    assert len(set(published.values())) == versions
+    assert {0, versions - 1} <= set(published) <= set(range(versions))
+    assert len(published) == versions or not all_of_them
+    assert len(set(published.values())) == len(published)
     assert len(pulls) > 0
     for pull in pulls:
         assert pull["digest"] == published[pull["version"]]
@@ -81,11 +85,13 @@ def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, traine
     assert list(run.table("evaluations")["step"]) == [0, 2, 4]
     assert np.all(run.table("evaluations")["prompts"] == 8)
     held = run.table("relay_versions")
-    assert sorted(zip(held["version"], held["rank"], strict=True)) == sorted(
-        (version, rank) for version in range(5) for rank in set(held["rank"])
-    )
-    assert len(set(held["rank"])) == relays
-    loaded_what_was_published(run, versions=5)
+    held = held[held["what"] == TABLES["relay_versions"].code("what", "complete")]
+    complete = [set(held["version"][held["rank"] == rank]) for rank in set(held["rank"])]
+    assert len(complete) == relays
+    assert all({0, 4} <= versions <= set(range(5)) for versions in complete)
+    if mode == "sync":  # nobody is ahead of a version, so none is passed over
+        assert all(versions == set(range(5)) for versions in complete)
+    loaded_what_was_published(run, versions=5, all_of_them=mode == "sync")
     replayed(run)
     steps = run.table("steps")
     assert np.all(steps["samples"] == 16)
