@@ -10,7 +10,7 @@ REPORT = ["matplotlib"]
 
 setup(
     name="laminar_hpc",
-    version="0.2.0",
+    version="0.3.0",
     description="Asynchronous RL post-training of language models as one Slurm/MPI job",
     license="Apache-2.0",
     python_requires=">=3.11",
@@ -26,6 +26,7 @@ setup(
         "vllm": ["vllm>=0.29"],
         "vllm-cpu": ["packaging"],
         "smollm2": ["gguf", "accelerate"],
+        "nixl": [],  # its package comes without what it depends on: jobs/setup-venv.sh
         "tasks": TASKS,
         "report": REPORT,
         "all": MPI + ENGINES + TASKS + REPORT,

