@@ -139,7 +139,12 @@ class Distribution:
         """
         relay = self.relays.current(event.rank, event.incarnation)
         delivery = self._deliveries.get(event.version)
-        if relay is None or delivery is None or not _precedes(delivery.chain, event.source, event.rank):
+        if relay is None or delivery is None:
+            return []
+        if event.source not in delivery.chain:  # a trainer: whoever waits for this relay waits for it too
+            delivery.complaints[relay.rank] = now
+            return []
+        if not _precedes(delivery.chain, event.source, event.rank):
             return []
         relay.slow = False  # it is another one's victim
         delivery.complaints[relay.rank] = now

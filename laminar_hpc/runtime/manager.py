@@ -38,6 +38,7 @@ from laminar_hpc.protocol.events import (
     JobFailed,
     RankHeard,
     RankLost,
+    RelayHolds,
     RelayReady,
     StopRequested,
     Streamed,
@@ -90,6 +91,7 @@ class ManagerLoop:
         self._left: set[int] = set()
         self._epoch = 0
         self._epoch_of: dict[int, int] = {}  # of each rank that was lost
+        self._proven: set[int] = set()  # relays that have held a version
         self._silent: set[int] = set()  # relays that were taken for lost, but are not known to be dead
         self._desk = LayoutDesk(len(self._trainers), rank.ranks_of(Role.RELAY), rank.config.weights.chunk_bytes)
 
@@ -116,6 +118,9 @@ class ManagerLoop:
                 self._desk.add(message)
             case RelayReady():
                 self._measure_links(message)
+                self._decide(message, now)
+            case RelayHolds():
+                self._proven.add(source)
                 self._decide(message, now)
             case Failure():
                 self._beats.pop(source, None)
@@ -282,14 +287,18 @@ class ManagerLoop:
             self._decide(JobFailed("failed", f"no rollout is left: ranks {rollouts} are gone"), now)
 
     def _watch_relays(self, now: float) -> None:
-        """A relay that says nothing holds up all those behind it, so it is waited for less long than others are."""
-        bound = self._rank.config.weights.relay_timeout_s
+        """A relay that says nothing holds up all those behind it, so it is waited for less long than others are.
+
+        But not before its first version: until then it may be busy with memory, for longer than any chunk takes.
+        """
         for rank in self._rank.ranks_of(Role.RELAY):
             if rank in self._left or rank in self._silent or rank not in self._beats:
                 continue
-            silent_s = now - self._beats[rank][0]
-            if silent_s > bound:
+            config, silent_s = self._rank.config, now - self._beats[rank][0]
+            bound_s = config.weights.relay_timeout_s if rank in self._proven else config.job.silence_timeout_s
+            if silent_s > bound_s:
                 self._silent.add(rank)
+                self._proven.discard(rank)
                 self._rank.mail.forget(rank)
                 self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
 

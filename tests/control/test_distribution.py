@@ -465,6 +465,9 @@ def test_that_a_trainer_sends_nothing_is_no_matter_of_the_chain(tier):
     measured(tier)
     tier.published(1)
     assert tier.stall(4, 1, 1) == []
+    assert tier.stall(5, 4, 1) == []  # which waits for that trainer too
+    tier.now += 5.1
+    assert tier.stall(5, 4, 1) == [("sever", 4, 5), ("broadcast", 1, [5, 6, 7, 4])]
 
 
 def test_complaints_of_what_is_over_are_void(tier):

@@ -63,7 +63,7 @@ def run_to_the_end(job: RelayJob, bound: int) -> None:
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 17)), max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=SHAPES,
     chunk_bytes=st.integers(1, 120),
@@ -87,7 +87,7 @@ def test_everyone_gets_the_last_version(rows, chunk_bytes, trainers, relays, win
     job.close()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=SHAPES,
     chunk_bytes=st.integers(20, 120),
