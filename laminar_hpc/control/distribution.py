@@ -159,6 +159,9 @@ class Distribution:
                 other.stalled.add(event.source)
                 reason = f"relay rank {relay.rank} waits for rank {event.source}, which goes to the end of the chain"
                 commands += self._reroute(other, moved_back(other.chain, event.source), reason, now)
+            elif self._uses_link(other, relay.rank, self.relays[event.source]):
+                reason = f"what rank {event.source} had asked rank {relay.rank} for is void, and is asked for again"
+                commands.append(Broadcast(reason, other.version, list(other.chain), other.shares))
         return commands
 
     def was_broadcast(self, version: int) -> bool:

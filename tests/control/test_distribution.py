@@ -461,6 +461,16 @@ def test_all_versions_that_take_the_link_go_round_it(tier):
     assert tier.stall(6, 5, 1) == [("sever", 5, 6), ("broadcast", 1, [4, 6, 7, 5]), ("broadcast", 2, [4, 6, 7, 5])]
 
 
+def test_what_goes_the_other_way_over_a_severed_link_is_asked_for_again(tier):
+    measured(tier)
+    tier.published(1)
+    tier.stall(6, 5, 1)
+    tier.holds(1, 4)
+    assert tier.stall(5, 7, 1) == [("sever", 7, 5), ("broadcast", 1, [4, 6, 5, 7])]
+    assert tier.published(2) == [("release", 1), ("broadcast", 2, [4, 5, 6, 7])]
+    assert tier.stall(6, 5, 2) == [("sever", 5, 6), ("broadcast", 1, [4, 6, 5, 7]), ("broadcast", 2, [4, 6, 7, 5])]
+
+
 def test_that_a_trainer_sends_nothing_is_no_matter_of_the_chain(tier):
     measured(tier)
     tier.published(1)

@@ -6,10 +6,13 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from laminar_command import LAMINAR
 
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run, open_run
+
+pytestmark = pytest.mark.job
 
 
 def _bench(directory: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Run]:
