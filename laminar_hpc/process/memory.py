@@ -30,20 +30,23 @@ def map_writable(path: str, offset: int, nbytes: int) -> Iterator[NDArray[np.uin
 class KeptMappings:
     """Read-only mappings of memory that is lent again and again: mapped once, with every page there from then on.
 
-    The bytes may change when the lease on them is given back. Only the mappings of the last path are kept: when another
-    relay lends, those of the one before it go with their last view.
+    The bytes may change when the lease on them is given back. Only the mappings of the last file are kept: when another relay
+    lends, those of the one before it go with their last view. A file is known by its inode, since a path of /proc names
+    whatever is open there at the time.
     """
 
     def __init__(self, prepare: Callable[[NDArray[np.uint8]], object] = lambda _memory: None) -> None:
         """`prepare` is called once for each new mapping, to pin it for instance."""
         self._prepare = prepare
-        self._path = ""
+        self._file = (0, 0)
         self._mapped: dict[tuple[int, int], NDArray[np.uint8]] = {}
 
     def view(self, path: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """The `nbytes` from `offset` on of the file at `path`. OSError where there is no such file, ValueError if it is short."""
-        if path != self._path:
-            self._path, self._mapped = path, {}
+        status = os.stat(path)
+        file = (status.st_dev, status.st_ino)
+        if file != self._file:
+            self._file, self._mapped = file, {}
         if (offset, nbytes) not in self._mapped:
             memory = _map(path, offset, nbytes, os.O_RDONLY, mmap.PROT_READ, mmap.MAP_POPULATE)
             self._prepare(memory)

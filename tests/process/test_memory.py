@@ -70,3 +70,13 @@ def test_mappings_of_another_file_go(file: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         kept.view(str(tmp_path / "none"), 0, 3)
     assert len(kept.view(str(file), 0, 0)) == 0
+
+
+def test_another_file_under_the_same_path_is_mapped_anew(file: Path, tmp_path: Path) -> None:
+    kept = KeptMappings()
+    before = kept.view(str(file), 0, 3)
+    other = tmp_path / "other"
+    other.write_bytes(b"abcdef")
+    other.rename(file)
+    assert bytes(kept.view(str(file), 0, 3)) == b"abc"
+    assert bytes(before) == bytes([0, 1, 2])

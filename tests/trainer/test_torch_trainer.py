@@ -280,7 +280,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(model_path: str) -> None:
     trainer = TorchTrainer(config_for(model_path), 0, 1)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     good = mini_batch()
-    bad = Sequence(good[1].tokens, good[1].behaviour_logprobs - np.float32(1e4), good[1].loss_mask, advantage=-1.0)
+    bad = Sequence(good[1].tokens, good[1].behaviour_logprobs * np.float32(np.nan), good[1].loss_mask, advantage=-1.0)
     metrics = trainer.train([*good, bad])
     assert metrics["skipped"] == 1.0
     assert metrics["grad_norm"] == np.inf
