@@ -299,7 +299,7 @@ def test_a_model_that_cannot_run_is_an_error(llama: Saved, tmp_path: Path) -> No
     with pytest.raises(ChannelClosed):
         driver.start()
     driver.join()
-    with pytest.raises(ConfigError, match=r"model\.path: .* config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json cannot be read"):
         driver.result.result()
 
 
