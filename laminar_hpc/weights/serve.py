@@ -15,6 +15,11 @@ SendMail = Callable[[int, AnyRecord], None]
 """Sends a message to a rank, without waiting."""
 
 
+AT_ONCE = 1
+"""Chunks on their way to one rank. Sent together they share the link and arrive together: each hop of the chain would then
+take as long as all of them, instead of as long as one."""
+
+
 class Holdings(NamedTuple):
     """What a sender knows of the versions in its image."""
 
@@ -85,7 +90,10 @@ class ChunkServer:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             for request in waiting:
-                moved |= self._answer(request)
+                if sum(sending.rank == request.rank for sending in self._sending) < AT_ONCE:
+                    moved |= self._answer(request)
+                else:
+                    self._waiting.append(request)
         return moved
 
     def _has_ended(self, sending: _Sending) -> bool:

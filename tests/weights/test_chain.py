@@ -239,10 +239,23 @@ def test_a_relay_serves_what_it_has_before_it_has_all() -> None:
     assert np.array_equal(memory[:100], one.image[:100])
     sent = [message for rank, message in one.to_others if rank == 2]
     assert [(type(message), message.version, message.chunk) for message in sent] == [(ChunkSent, 3, 0)]
-    assert one.relay.waiting_for == "chunk 2 from rank 0 of version 3"
+    assert one.relay.waiting_for == "chunk 1 from rank 0, 2 from rank 0 of version 3"
     assert one.relay.image.has_lent(2, 3)
     Lender(one.relay.image, one.net.sender(1)).returned(LeaseReturn(rank=2, version=3))
     assert not one.relay.image.has_lent(2, 3)
+
+
+def test_chunks_go_to_one_rank_one_after_the_other() -> None:
+    one = OneRelay()
+    one.relay.start(one.broadcast(3, [1]), now=0.0)
+    one.relay.poll(0.0)  # asks for two
+    one.deliver()
+    one.publisher.poll()
+    assert len(one.net.sends) == 1
+    one.net.move_one()
+    one.net.settle()
+    one.publisher.poll()
+    assert len(one.net.sends) == 1
 
 
 def test_what_moves_nothing_says_so() -> None:
