@@ -10,7 +10,7 @@ from mpirun import run_mpi
 pytestmark = pytest.mark.mpi
 
 NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="nixl is not installed")
 )
 
 
