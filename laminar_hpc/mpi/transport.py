@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar_hpc.errors import PeerLost
+
 if TYPE_CHECKING:
     from laminar_hpc.mpi.world import World
 
@@ -20,6 +22,14 @@ class Transfer(Protocol):
         PeerLost where the other rank is gone: the buffer is the caller's again too, with whatever is in it. ProtocolError
         where the transfer failed in any other way. What it has answered or raised once, it answers or raises again.
         """
+
+
+def has_ended(transfer: Transfer) -> bool:
+    """Whether the buffer is the caller's again, be it that the other rank is gone. ProtocolError as by `done`."""
+    try:
+        return transfer.done()
+    except PeerLost:
+        return True
 
 
 class Receive(Transfer, Protocol):

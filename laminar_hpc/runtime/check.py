@@ -9,14 +9,12 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
-from laminar_hpc.runtime.memory import TRAINER_SLOTS, available_bytes
+from laminar_hpc.runtime.memory import GIB, TRAINER_SLOTS, available_bytes
 from laminar_hpc.runtime.paths import check_new_run_dir
 from laminar_hpc.tasks.build import check_task
 from laminar_hpc.trainer.architecture import check_megatron
 from laminar_hpc.trainer.hf import check_model_directory, tensor_files
 from laminar_hpc.weights.manifest import ITEM_BYTES
-
-GIB = 1 << 30
 
 NEEDED = {"mpi4py": "mpi", "xxhash": "mpi", "torch": "engines", "transformers": "engines", "tokenizers": "tasks"}
 """Module and the extra of setup.py that brings it."""

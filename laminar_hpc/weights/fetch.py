@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import PeerLost, ProtocolError
-from laminar_hpc.mpi.transport import Receive, Transport
+from laminar_hpc.mpi.transport import Receive, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Manifest
 from laminar_hpc.weights.digest import chunk_digest
 from laminar_hpc.weights.scatter import contiguous, scatter
@@ -167,7 +167,6 @@ class Fetch:
 
     def stop(self) -> None:
         """Ask for nothing more. What has been asked for may still come, and is waited for with `quiet`."""
-        self._to_ask.clear()
         for asked in self._asked[:]:
             self._leave_behind(asked)
         self._to_ask.clear()
@@ -176,7 +175,7 @@ class Fetch:
     def quiet(self) -> bool:
         """Whether nobody writes to the buffer any more. Only then may it be used for something else."""
         for asked in self._left_behind[:]:
-            if _has_ended(asked.transfer):
+            if has_ended(asked.transfer):
                 self._left_behind.remove(asked)
         return not self._left_behind and not self._asked
 
@@ -279,10 +278,3 @@ class Fetch:
             self._to_ask.appendleft(chunk)
             for asked in [asked for asked in self._asked if asked.chunk == chunk]:
                 self._leave_behind(asked)
-
-
-def _has_ended(transfer: Receive) -> bool:
-    try:
-        return transfer.done()
-    except PeerLost:
-        return True

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar_hpc.errors import PeerLost
-from laminar_hpc.mpi.transport import Receive, Transfer, Transport
+from laminar_hpc.mpi.transport import Receive, Transfer, Transport, has_ended
 from laminar_hpc.protocol.peer import ProbeRequest
 from laminar_hpc.weights.serve import SendMail
 
@@ -112,12 +111,5 @@ class ProbeServer:
 
     def poll(self) -> bool:
         """Take note of what has been sent; whether sends are still under way."""
-        self._sending = [transfer for transfer in self._sending if not _has_ended(transfer)]
+        self._sending = [transfer for transfer in self._sending if not has_ended(transfer)]
         return bool(self._sending)
-
-
-def _has_ended(transfer: Transfer) -> bool:
-    try:
-        return transfer.done()
-    except PeerLost:
-        return True

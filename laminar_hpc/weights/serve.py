@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from laminar_hpc.errors import PeerLost, ProtocolError
-from laminar_hpc.mpi.transport import Transfer, Transport
+from laminar_hpc.mpi.transport import Transfer, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights.image import Image, SlotState
@@ -83,7 +83,7 @@ class ChunkServer:
         moved = False
         self._transport.poll()
         for sending in self._sending[:]:
-            if self._has_ended(sending):
+            if has_ended(sending.transfer):
                 self._sending.remove(sending)
                 self._image.give_back(self._transport.rank, sending.version)
                 moved = True
@@ -95,12 +95,6 @@ class ChunkServer:
                 else:
                     self._waiting.append(request)
         return moved
-
-    def _has_ended(self, sending: _Sending) -> bool:
-        try:
-            return sending.transfer.done()
-        except PeerLost:
-            return True  # who asked is gone, and so is what it wanted
 
     def _answer(self, request: ChunkRequest) -> bool:
         version, chunk = request.version, request.chunk

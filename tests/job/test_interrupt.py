@@ -64,11 +64,11 @@ def all_gone(pids: set[int], run_dir: Path) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids) and not processes_of(run_dir)
 
 
-def readable_record(laminar: Laminar) -> None:
+def readable_record(laminar: Laminar, files: int = 5) -> None:
     """Every file opens, and no check of the report is violated."""
     run = open_run(str(laminar.run_dir))
     assert run.unreadable == []
-    assert len(run.files) == 5
+    assert len(run.files) == files
     assert len(run.table("steps")) >= 2
     for check in run_checks(run):
         assert check.result is not Result.VIOLATED, check
@@ -89,7 +89,7 @@ def accounted_for(laminar: Laminar) -> None:
     assert handed_out == set(run.table("groups")["group"])
 
 
-def ended_in_order(laminar: Laminar, command: subprocess.Popen[str], pids: set[int]) -> None:
+def ended_in_order(laminar: Laminar, command: subprocess.Popen[str], pids: set[int], files: int = 5) -> None:
     """After a signal to the command, all of it goes away in time, and says how it ended."""
     wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
     output, errors = command.communicate(timeout=GONE_S)
@@ -97,7 +97,7 @@ def ended_in_order(laminar: Laminar, command: subprocess.Popen[str], pids: set[i
     status = status_of(laminar)
     assert status is not None
     assert status.state == "stopped"
-    readable_record(laminar)
+    readable_record(laminar, files)
     accounted_for(laminar)
 
 
