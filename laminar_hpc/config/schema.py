@@ -278,7 +278,9 @@ class Weights(Section):
     verify: bool = True
     """Checks digests at every hop, and records one of the weights inside the engine after each pull."""
     relay_timeout_s: Seconds = 5.0
-    """After how long without a word from a relay, or without a chunk over a link, the chain is repaired around it."""
+    """After how long without a word from a relay, or without a chunk over a link, the chain is repaired around it.
+
+    The last relay, with nobody to take its place, has `job.silence_timeout_s` instead."""
 
 
 class Record(Section):

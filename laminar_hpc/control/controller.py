@@ -341,6 +341,10 @@ class Controller:
             return member.incarnation
         return relays[rank].incarnation if rank in relays else 0
 
+    def ends_without_relay(self, rank: int) -> bool:
+        """Whether the loss of relay `rank` would end the job."""
+        return self._state.distribution.relays.ends_without(rank)
+
     @property
     def rollouts_busy(self) -> int:
         """Rollouts that have trajectories."""

@@ -85,6 +85,14 @@ class Relays:
         living = (Condition.READY, Condition.CALLED)
         return self.missing > 0 or any(relay.condition in living for relay in self._by_rank.values())
 
+    def ends_without(self, rank: int) -> bool:
+        """Whether the loss of `rank` would leave no relay, and no spare of its node to take its place."""
+        if self.missing > 0 or not self.is_ready(rank):
+            return False
+        others = [relay for relay in self._by_rank.values() if relay.rank != rank]
+        spare = any(relay.condition is Condition.SPARE and relay.node == self[rank].node for relay in others)
+        return not spare and all(relay.condition in (Condition.SPARE, Condition.LOST) for relay in others)
+
     def current(self, rank: int, incarnation: int) -> Relay | None:
         """The relay, if it is ready and this is its incarnation; what any other one says is dropped."""
         relay = self._known(rank)

@@ -289,13 +289,16 @@ class ManagerLoop:
     def _watch_relays(self, now: float) -> None:
         """A relay that says nothing holds up all those behind it, so it is waited for less long than others are.
 
-        But not before its first version: until then it may be busy with memory, for longer than any chunk takes.
+        But not before its first version: until then it may be busy with memory, for longer than any chunk takes. And not
+        where nobody could take its place: a file system or a crowded node may hold all relays up for seconds, and a chain
+        cannot be repaired around the last one.
         """
         for rank in self._rank.ranks_of(Role.RELAY):
             if rank in self._left or rank in self._silent or rank not in self._beats:
                 continue
             config, silent_s = self._rank.config, now - self._beats[rank][0]
-            bound_s = config.weights.relay_timeout_s if rank in self._proven else config.job.silence_timeout_s
+            patient = rank not in self._proven or self._controller.ends_without_relay(rank)
+            bound_s = config.job.silence_timeout_s if patient else config.weights.relay_timeout_s
             if silent_s > bound_s:
                 self._silent.add(rank)
                 self._proven.discard(rank)

@@ -257,6 +257,25 @@ def test_the_job_ends_with_the_last_relay(tier):
     assert tier.lose(7) == [("forget", 7), ("end", "failed")]
 
 
+def test_the_last_relay_is_one_that_neither_another_nor_a_spare_of_its_node_can_follow():
+    tier = Tier()
+    tier.distribution = Distribution(Relays(2))
+    ends_without = tier.distribution.relays.ends_without
+    tier.ready(4, "n4")
+    assert not ends_without(4)  # another one is still to report
+    tier.ready(5, "n5")
+    assert not ends_without(4)
+    tier.lose(5)
+    assert ends_without(4)
+    assert not ends_without(5)  # it is lost already
+    tier.spare(20, "n4")
+    assert not ends_without(4)
+    assert tier.lose(20) == []
+    assert ends_without(4)
+    tier.hear(5)  # called back: it is on its way
+    assert not ends_without(4)
+
+
 def test_losses_are_heard_once_and_only_of_the_present_incarnation(tier):
     measured(tier)
     tier.lose(5)

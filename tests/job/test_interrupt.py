@@ -218,3 +218,41 @@ def test_a_stall_names_who_waits_for_whom(laminar: Laminar) -> None:
     readable_record(laminar)
     accounted_for(laminar)
     assert len(open_run(str(laminar.run_dir)).table("waits")) == 4
+
+
+def driver_pid(laminar: Laminar, rank: int) -> int:
+    """The process of a rank, found by the number that Open MPI gave it."""
+    for pid in processes_of(laminar.run_dir):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"laminar_hpc.jobs.train" in command and b"OMPI_COMM_WORLD_RANK=%d" % rank in variables:
+            return pid
+    raise AssertionError(f"no process is rank {rank}")
+
+
+def test_the_last_relay_may_be_held_up_for_longer_than_one_that_can_be_gone_around(laminar: Laminar) -> None:
+    command = training(laminar, job={"heartbeat_s": 0.5}, weights={"relay_timeout_s": 1})
+
+    def recorded_s() -> float:
+        assert command.poll() is None, command.communicate()
+        phases = open_run(str(laminar.run_dir)).table("phases")
+        return float(phases[phases["rank"] == 0]["time_s"].max(initial=0.0))
+
+    relay, stopped_s = driver_pid(laminar, rank=1), recorded_s()
+    os.kill(relay, signal.SIGSTOP)
+    wait_until(lambda: recorded_s() > stopped_s + 5.0, 60.0, "five times the bound, by the clock of the manager")
+    os.kill(relay, signal.SIGCONT)
+    status = status_of(laminar)
+    assert status is not None
+    stopped_at = status.step
+
+    def went_on() -> bool:
+        assert command.poll() is None, command.communicate()
+        status = status_of(laminar)
+        return status is not None and status.step >= stopped_at + 3
+
+    wait_until(went_on, 60.0, "three steps more")
+    pids = descendants(command.pid)
+    os.kill(command.pid, signal.SIGTERM)
+    ended_in_order(laminar, command, pids)
+    assert list(open_run(str(laminar.run_dir)).table("failures")["rank"]) == [-1]  # the stop, and nobody's loss
