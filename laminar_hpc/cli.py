@@ -171,7 +171,8 @@ def _add_relay(parser: argparse.ArgumentParser) -> None:
     add("--publish-nbytes", type=float, default=256e6, help="bytes of a trainer's shard (default: 256e6)")
     add("--pairs", type=_positive, default=30, help="publications and plain copies (default: 30)")
     add("--pull-nbytes", type=float, default=1e9, help="bytes that a rollout loads (default: 1e9)")
-    add("--rate", default="200mbit", help="each host's outgoing link (default: 200mbit)")
+    add("--rate", default="200mbit", help="each outgoing link of a host (default: 200mbit)")
+    add("--cards", type=_positive, default=1, help="network cards of each host, with a link each (default: 1)")
     add("--no-hosts", action="store_true", help="without network namespaces: all in this machine's memory")
     add("--seed", type=int, default=0)
 
@@ -213,6 +214,7 @@ def _bench_relay(options: argparse.Namespace) -> int:
         publish_pairs=options.pairs,
         pull_nbytes=int(options.pull_nbytes),
         rate=options.rate,
+        cards=options.cards,
         hosts=not options.no_hosts,
     )
     code = bench_relay(wishes)

@@ -54,6 +54,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     publish_pairs: int = 30
     pull_nbytes: int = 1_000_000_000
     rate: str = "200mbit"
+    cards: int = 1
     hosts: bool = True
 
     def check(self) -> None:
@@ -119,8 +120,8 @@ def bench_relay(wishes: Wishes) -> int:
                 _repeat(starts, plan, wishes.times, None)
         elif plans:
             count = max(max(plan.relays) for plan in plans)
-            print(f"{count} hosts on this machine, each host's outgoing link limited to {wishes.rate}", flush=True)
-            with Hosts(count, wishes.rate) as hosts:
+            print(f"{count} hosts on this machine, {wishes.cards} outgoing links of {wishes.rate} each", flush=True)
+            with Hosts(count, wishes.rate, wishes.cards) as hosts:
                 for plan in plans:
                     _repeat(starts, plan, wishes.times, hosts)
     return 1 if starts.failed else 0

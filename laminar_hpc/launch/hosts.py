@@ -1,7 +1,8 @@
-"""Several hosts on this machine: network namespaces on one bridge, whose outgoing links are limited.
+"""Several hosts on this machine: network namespaces on a bridge, whose outgoing links are limited.
 
-Each host has a host name, an address and a network interface `eth0` of its own, so that MPI takes it for another machine;
-memory, files and process ids are this machine's. The links lead nowhere else.
+Each host has a host name and one or more network cards of its own, `eth0` and so on, each with an address in a network and
+on a bridge of its own, so that MPI takes it for another machine; memory, files and process ids are this machine's. The links
+lead nowhere else.
 
 Names carry the process id of the program that made the hosts: several programs can have theirs at once, each one set at a
 time, and what a killed one has left is known by a process that is no more, and taken away by the next one that makes hosts.
@@ -20,10 +21,12 @@ import tempfile
 
 from laminar_hpc.errors import ConfigError
 
-NETWORK = "10.77.0"
-"""The first three numbers of the hosts' addresses. Two sets of hosts have the same ones, on bridges that never meet."""
+NETWORK = "10.77"
+"""The first two numbers of the hosts' addresses; the third is the card's. Two sets of hosts have the same addresses, on
+bridges that never meet."""
 
 MOST_HOSTS = 64
+MOST_CARDS = 4
 
 BURST = "128kb"
 """What a link that has been idle sends at once before its limit holds."""
@@ -32,7 +35,7 @@ LATENCY = "20ms"
 """How long a packet may wait for the limited link before it is dropped."""
 
 _HOST = re.compile(r"laminar-(\d+)-(\d+)")
-_BRIDGE = re.compile(r"lb(\d+)")
+_BRIDGE = re.compile(r"lb(\d+)-\d")
 _RATE = re.compile(r"[1-9]\d*(\.\d+)?(bit|kbit|mbit|gbit)")
 
 _AGENT = """#!/bin/sh
@@ -47,17 +50,20 @@ exec ip netns exec "$host" unshare --uts sh -c "hostname $host; exec sh -c '$*'"
 class Hosts:
     """`count` hosts, host 0 first; a context manager, at whose end nothing of them is left, processes on them included.
 
-    `rate` is the limit of each host's outgoing link in tc's spelling, such as "200mbit". ConfigError, one line, where this
+    `rate` is the limit of each card's outgoing link in tc's spelling, such as "200mbit". ConfigError, one line, where this
     user or this machine cannot have hosts.
     """
 
-    def __init__(self, count: int, rate: str) -> None:
+    def __init__(self, count: int, rate: str, cards: int = 1) -> None:
         if not 1 <= count <= MOST_HOSTS:
             raise ConfigError(f"hosts: there can be 1 to {MOST_HOSTS}, got {count}")
+        if not 1 <= cards <= MOST_CARDS:
+            raise ConfigError(f"hosts: each has 1 to {MOST_CARDS} network cards, got {cards}")
         if not _RATE.fullmatch(rate):
             raise ConfigError(f"hosts: a rate is a number with bit, kbit, mbit or gbit, such as 200mbit, got {rate!r}")
         self.names = [f"laminar-{os.getpid()}-{index}" for index in range(count)]
         self._rate = rate
+        self._cards = range(cards)
         self._agent = ""
 
     def __enter__(self) -> Hosts:
@@ -73,31 +79,31 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def address(self, host: int) -> str:
-        """The IPv4 address of host `host`."""
-        return f"{NETWORK}.{host + 1}"
+    def address(self, host: int, card: int = 0) -> str:
+        """The IPv4 address of a card of host `host`."""
+        return f"{NETWORK}.{card}.{host + 1}"
 
     def set_link(self, host: int, up: bool) -> None:
-        """Plug host `host` into the bridge, or unplug it: no packet passes, and no one is told."""
-        _run("ip", "link", "set", _veth(os.getpid(), host), "up" if up else "down")
+        """Plug all cards of host `host` into their bridges, or unplug them: no packet passes, and no one is told."""
+        for card in self._cards:
+            _run("ip", "link", "set", _veth(os.getpid(), host, card), "up" if up else "down")
 
     def command_line(self, mpiexec: str, ranks: list[int], program: list[str], ulfm: bool) -> list[str]:
         """The whole command that runs `program` with `ranks[h]` ranks on host h, started from host 0, over its links alone."""
         places = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks, strict=False))
-        network = f"{NETWORK}.0/24"
+        networks = [f"{NETWORK}.{card}.0/24" for card in self._cards]
         return [
             *("ip", "netns", "exec", self.names[0], "unshare", "--uts"),
             *("sh", "-c", f'hostname {self.names[0]}; exec "$@"', "sh", mpiexec),
             *(("--with-ft", "ulfm") if ulfm else ()),
-            *("--prtemca", "plm_ssh_agent", self._agent, "--prtemca", "prte_if_include", network),
-            *("--mca", "btl_tcp_if_include", network, "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"),
+            *("--prtemca", "plm_ssh_agent", self._agent, "--prtemca", "prte_if_include", networks[0]),
+            *("--mca", "btl_tcp_if_include", ",".join(networks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"),
             *("--host", places, "-n", str(sum(ranks)), *program),
         ]
 
-    @staticmethod
-    def settings() -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         """Environment variables for what runs on the hosts: UCX sees one machine by its boot id, and would not use links."""
-        return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+        return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": ",".join(f"eth{card}" for card in self._cards)}
 
     def clear(self) -> None:
         """End all processes on the hosts, and plug all links in again."""
@@ -115,19 +121,15 @@ class Hosts:
 
     def _make(self) -> None:
         owner = os.getpid()
-        bridge = f"lb{owner}"
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "link", "set", bridge, "up")
+        for card in self._cards:
+            _run("ip", "link", "add", _bridge(owner, card), "type", "bridge")
+            _run("ip", "link", "set", _bridge(owner, card), "up")
         known = ["127.0.0.1 localhost", *(f"{self.address(host)} {name}" for host, name in enumerate(self.names))]
         for host, name in enumerate(self.names):
             _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", _veth(owner, host), "type", "veth", "peer", "name", "eth0", "netns", name)
-            _run("ip", "link", "set", _veth(owner, host), "master", bridge, "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            limit = ("tbf", "rate", self._rate, "burst", BURST, "latency", LATENCY)
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+            for card in self._cards:
+                self._plug_in(owner, host, card)
             os.makedirs(_files(name), exist_ok=True)
             with open(os.path.join(_files(name), "hosts"), "w", encoding="utf-8") as file:
                 file.write("\n".join(known) + "\n")
@@ -135,6 +137,15 @@ class Hosts:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(_AGENT)
         os.chmod(self._agent, stat.S_IRWXU)
+
+    def _plug_in(self, owner: int, host: int, card: int) -> None:
+        name, here, there = self.names[host], f"eth{card}", _veth(owner, host, card)
+        _run("ip", "link", "add", there, "type", "veth", "peer", "name", here, "netns", name)
+        _run("ip", "link", "set", there, "master", _bridge(owner, card), "up")
+        _run("ip", "-n", name, "addr", "add", f"{self.address(host, card)}/24", "dev", here)
+        _run("ip", "-n", name, "link", "set", here, "up")
+        limit = ("tbf", "rate", self._rate, "burst", BURST, "latency", LATENCY)
+        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", here, "root", *limit)
 
 
 def check() -> None:
@@ -178,13 +189,19 @@ def _remove(owner: int, names: list[str]) -> None:
         _quietly("ip", "netns", "del", name)
         shutil.rmtree(_files(name), ignore_errors=True)
     for host in range(len(names)):  # a namespace goes when its last process has ended; its link need not wait for that
-        _quietly("ip", "link", "del", _veth(owner, host))
-    _quietly("ip", "link", "del", f"lb{owner}")
+        for card in range(MOST_CARDS):
+            _quietly("ip", "link", "del", _veth(owner, host, card))
+    for card in range(MOST_CARDS):
+        _quietly("ip", "link", "del", _bridge(owner, card))
 
 
-def _veth(owner: int, host: int) -> str:
-    """The bridge's end of a host's link; an interface's name has at most 15 characters."""
-    return f"lv{owner}-{host}"
+def _bridge(owner: int, card: int) -> str:
+    return f"lb{owner}-{card}"
+
+
+def _veth(owner: int, host: int, card: int) -> str:
+    """The bridge's end of a card's link; an interface's name has at most 15 characters."""
+    return f"lv{owner}-{host}-{card}"
 
 
 def _files(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from laminar_hpc.errors import PeerLost, ProtocolError
 from laminar_hpc.mpi.transport import Receive, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Manifest
-from laminar_hpc.weights.digest import chunk_digest
+from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.scatter import contiguous, scatter
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Part, Sources
@@ -29,6 +30,8 @@ class _Asked:
         self.buffer = buffer
         self.transfer = transfer
         self.arrived = False
+        self.digest: Future[bytes] | None = None
+        """Of what has arrived, where it is checked."""
 
 
 class Fetch:
@@ -53,11 +56,11 @@ class Fetch:
         order: Iterable[int],
         send_mail: SendMail,
         window: int,
-        verify: bool,
+        hasher: Hasher | None,
         epochs: Mapping[int, int],
         now: float,
     ) -> None:
-        """`epochs` has the epoch of the last loss that concerned this rank and a source, for every source."""
+        """Without a `hasher` nothing is checked. `epochs` has the epoch of the last loss of a source that concerned this rank."""
         self.version = version
         self.gone = False
         """Whether a source has said that it will never have this version."""
@@ -67,16 +70,16 @@ class Fetch:
         self._buffer = buffer
         self._send_mail = send_mail
         self._window = window
-        self._verify = verify
+        self._hasher = hasher
         self._epochs = epochs
         self._to_ask = deque(order)
         self._asked: list[_Asked] = []
-        self._left_behind: list[
-            _Asked
-        ] = []  # asked of a source that is none any more; MPI may still write to its buffer
+        self._left_behind: list[_Asked] = []
+        """Asked of a source that is none any more; the transport may still write to its buffer."""
         self._parts: dict[int, int] = {}  # chunks asked for: how many parts are still to come
         self._attempts: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
+        self._sealing: dict[int, Future[bytes]] = {}  # chunks that are there, but for their digests
         self._told: dict[tuple[int, int], bytes] = {}  # (source, chunk): the digest that the source has announced
         self._lost: set[int] = set()
         self._borrowed: set[int] = set()
@@ -120,6 +123,10 @@ class Fetch:
         moved = False
         for asked in self._asked[:]:
             if self._look_at(asked):
+                moved = True
+        for chunk, digest in list(self._sealing.items()):
+            if digest.done():
+                self._digests[chunk] = self._sealing.pop(chunk).result()
                 moved = True
         while (
             self._to_ask and len(self._parts) < self._window and not self.gone and not self._lost & self._sources.ranks
@@ -223,35 +230,46 @@ class Fetch:
                 return True
             if not asked.arrived:
                 return False
+            if self._hasher is not None:
+                asked.digest = self._hasher.digest(asked.buffer)
+        if asked.digest is None:
+            self._take(asked, b"")
+            return True
         expected = asked.part.digest
-        if self._verify and self._sources.digests_come:
-            told = self._told.pop((asked.part.source, asked.chunk), None)
+        if self._sources.digests_come:
+            told = self._told.get((asked.part.source, asked.chunk))
             if told is None:
                 return False
             expected = told
-        self._asked.remove(asked)
-        self._take(asked, expected)
+        if not asked.digest.done():
+            return False
+        self._told.pop((asked.part.source, asked.chunk), None)
+        if asked.digest.result() == expected:
+            self._take(asked, expected)
+        else:
+            self._asked.remove(asked)
+            self._ask_again(asked.chunk, asked.part)
         return True
 
-    def _take(self, asked: _Asked, expected: bytes) -> None:
+    def _take(self, asked: _Asked, digest: bytes) -> None:
+        """A part is there and right; `digest` is "" where nothing is checked."""
+        self._asked.remove(asked)
         chunk, part = asked.chunk, asked.part
-        if self._verify and chunk_digest(asked.buffer) != expected:
-            self._ask_again(chunk, part)
-            return
         if contiguous(self._buffer, part.spots) is None:
             scatter(asked.buffer, part.spots, self._buffer)
         self._parts[chunk] -= 1
         if self._parts[chunk] == 0:
             low, high = self._manifest.chunk_range(chunk)
-            self._complete(chunk, expected if part.nbytes == high - low else b"")
+            self._complete(chunk, digest if part.nbytes == high - low else b"")
 
     def _complete(self, chunk: int, digest: bytes = b"") -> None:
         """All parts of a chunk are there; `digest` is the chunk's where it is known already."""
         del self._parts[chunk]
-        if self._verify and not digest:
+        if self._hasher is not None and not digest:
             low, high = self._manifest.chunk_range(chunk)
-            digest = chunk_digest(self._buffer[low:high])
-        self._digests[chunk] = digest
+            self._sealing[chunk] = self._hasher.digest(self._buffer[low:high])
+        else:
+            self._digests[chunk] = digest
 
     def _ask_again(self, chunk: int, part: Part) -> None:
         attempts = self._attempts[chunk] = self._attempts.get(chunk, 0) + 1

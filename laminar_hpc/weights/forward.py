@@ -27,12 +27,12 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.commands import Broadcast
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, LeaseReturn
-from laminar_hpc.weights.digest import image_digest
+from laminar_hpc.weights.digest import Hasher, image_digest
 from laminar_hpc.weights.fetch import Fetch
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import chunk_order
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
-from laminar_hpc.weights.sources import FromRelay, FromTrainers, Sources
+from laminar_hpc.weights.sources import Cut, FromRelay, FromTrainers, Sources, cut_layout
 
 
 class Held(NamedTuple):
@@ -72,10 +72,11 @@ class Forwarder:
         self._transport = transport
         self._layout = layout
         self._manifest = layout.manifest
+        self._cuts: list[Cut] | None = None
         self._order = chunk_order(layout.manifest, layout.shards)
         self._send_mail = send_mail
         self._window = window
-        self._verify = verify
+        self._hasher = Hasher() if verify else None
         self._digests: dict[int, dict[int, bytes]] = {}  # of each version here: of its chunks that are here
         holdings = Holdings(self._place, self._written, self._will_come, self._digest if verify else None)
         self._server = ChunkServer(transport, self.image, send_mail, holdings)
@@ -191,6 +192,8 @@ class Forwarder:
         if self._fetch is not None:
             self._fetch.stop()
         self._now = self._next = self._fetch = None
+        if self._hasher is not None:
+            self._hasher.close()
         self.image.close()
 
     def _advance(self, now: float) -> bool:
@@ -218,7 +221,7 @@ class Forwarder:
             order=self._order,
             send_mail=self._send_mail,
             window=self._window,
-            verify=self._verify,
+            hasher=self._hasher,
             epochs=self._epochs,
             now=now,
         )
@@ -232,7 +235,7 @@ class Forwarder:
         assert fetch is not None
         self.image.complete(version)
         digest = b""
-        if self._verify:
+        if self._hasher is not None:
             digest = image_digest(b"".join(fetch.digests[chunk] for chunk in range(self._manifest.chunks)))
         self._leave(fetch)
         return Held(version, now - task.started_s, self._manifest.nbytes, digest)
@@ -269,7 +272,9 @@ class Forwarder:
     def _sources(self, broadcast: Broadcast) -> Sources:
         place = broadcast.chain.index(self._transport.rank)
         if place == 0:
-            return FromTrainers(self._layout, broadcast.shares)
+            if self._cuts is None:  # a relay that is never the master has no use for them
+                self._cuts = cut_layout(self._layout)
+            return FromTrainers(self._cuts, broadcast.shares, self._manifest)
         return FromRelay(broadcast.chain[place - 1], self._manifest)
 
     def _place(self, chunk: int) -> tuple[int, int] | None:

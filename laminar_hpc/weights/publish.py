@@ -7,19 +7,16 @@ written until `release`, and as long as a relay has borrowed it.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkRequest, Layout, LeaseReturn, WeightsWritten, WriteWeights
-from laminar_hpc.weights.digest import part_digests
+from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import ShardMap
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
-
-DIGEST_THREADS = 4
-"""XXH3 is about as fast as a copy, and leaves the interpreter to others meanwhile; a few threads are as fast as the memory."""
 
 DIGEST_BATCH_BYTES = 1 << 24
 """What a thread takes on at once."""
@@ -40,7 +37,7 @@ class _Hashing(NamedTuple):
 class Publisher:
     """One trainer's shard of the image, in `slots` versions: one handed over, the newest one waiting, one being written.
 
-    Called by one thread; the threads of its own only compute digests.
+    Called by one thread.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Publisher:
             digest=None,
         )
         self._server = ChunkServer(transport, self._image, send_mail, holdings)
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest")
+        self._hasher = Hasher()
         self._begun = -1
         self._held: set[int] = set()
         self._hashing: list[_Hashing] = []
@@ -92,9 +89,7 @@ class Publisher:
         self._held.add(version)
         self._image.hold(self._rank, version)  # while the digests are computed
         data = self._image.bytes_of(version)
-        self._hashing.append(
-            _Hashing(version, [self._threads.submit(part_digests, data, batch) for batch in self._batches])
-        )
+        self._hashing.append(_Hashing(version, [self._hasher.submit(data, batch) for batch in self._batches]))
 
     def release(self, version: int) -> None:
         """The memory of `version` may be reused when no relay has borrowed it."""
@@ -132,7 +127,7 @@ class Publisher:
 
     def close(self) -> None:
         """Give the memory up."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._hasher.close()
         self._image.close()
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseReturn
+from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.fetch import Fetch
 from laminar_hpc.weights.image import Image, SlotState
 from laminar_hpc.weights.serve import SendMail
@@ -23,7 +24,7 @@ class RemoteImage:
         self._layout = layout
         self._send_mail = send_mail
         self._window = window
-        self._verify = verify
+        self._hasher = Hasher() if verify else None
         self._image: Image | None = None  # no memory is taken where none is needed
         self._fetch: Fetch | None = None
         self._stopped: list[Fetch] = []
@@ -102,6 +103,8 @@ class RemoteImage:
     def close(self) -> None:
         """Give the memory up."""
         self.drop()
+        if self._hasher is not None:
+            self._hasher.close()
         if self._image is not None:
             self._image.close()
             self._image = None
@@ -129,7 +132,7 @@ class RemoteImage:
             order=range(manifest.chunks),
             send_mail=self._send_mail,
             window=self._window,
-            verify=self._verify,
+            hasher=self._hasher,
             epochs=self._epochs,
             now=now,
         )

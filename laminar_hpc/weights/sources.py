@@ -6,8 +6,25 @@ from typing import NamedTuple, Protocol
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.commands import Share
-from laminar_hpc.protocol.peer import DIGEST_BYTES, Layout, Manifest, Shard
+from laminar_hpc.protocol.peer import DIGEST_BYTES, Layout, Manifest
 from laminar_hpc.weights.reshard import Rectangle, ShardMap
+
+
+class Cut(NamedTuple):
+    """A trainer's shard, and the chunks that it has some of; the same for all versions."""
+
+    rank: int
+    map: ShardMap
+    chunks: list[int]
+
+
+def cut_layout(layout: Layout) -> list[Cut]:
+    """All trainers' shards."""
+    cuts = []
+    for shard in layout.shards:
+        shard_map = ShardMap(shard.tiles)
+        cuts.append(Cut(shard.rank, shard_map, list(shard_map.chunks(layout.manifest))))
+    return cuts
 
 
 class Part(NamedTuple):
@@ -55,12 +72,12 @@ class FromTrainers:
 
     digests_come = False
 
-    def __init__(self, layout: Layout, shares: list[Share]) -> None:
-        """`shares` are the version's digests; ProtocolError where they do not fit the layout."""
-        self.ranks = frozenset(shard.rank for shard in layout.shards)
-        self._manifest = layout.manifest
+    def __init__(self, cuts: list[Cut], shares: list[Share], manifest: Manifest) -> None:
+        """`shares` are the version's digests; ProtocolError where they do not fit the layout, whose shards `cuts` has."""
+        self.ranks = frozenset(cut.rank for cut in cuts)
+        self._manifest = manifest
         digests = {share.rank: share.digests for share in shares}
-        self._shards = [_Shard(shard, layout.manifest, digests.get(shard.rank)) for shard in layout.shards]
+        self._shards = [_Shard(cut, digests.get(cut.rank)) for cut in cuts]
 
     def parts(self, chunk: int) -> list[Part]:
         """The parts, in the order of the trainers."""
@@ -75,25 +92,24 @@ class FromTrainers:
 class _Shard:
     """One trainer's shard of one version."""
 
-    def __init__(self, shard: Shard, manifest: Manifest, digests: bytes | None) -> None:
-        self._rank = shard.rank
-        self._map = ShardMap(shard.tiles)
+    def __init__(self, cut: Cut, digests: bytes | None) -> None:
+        self._cut = cut
         self._digests: dict[int, bytes] = {}
         if digests is None:
-            raise ProtocolError(f"the broadcast has no digests of rank {shard.rank}'s shard")
+            raise ProtocolError(f"the broadcast has no digests of rank {cut.rank}'s shard")
         if not digests:
             return
-        chunks = self._map.chunks(manifest)
-        if len(digests) != len(chunks) * DIGEST_BYTES:
+        if len(digests) != len(cut.chunks) * DIGEST_BYTES:
             raise ProtocolError(
-                f"rank {shard.rank}'s shard came with {len(digests)} bytes of digests, "
-                f"{len(chunks) * DIGEST_BYTES} are right for {len(chunks)} chunks"
+                f"rank {cut.rank}'s shard came with {len(digests)} bytes of digests, "
+                f"{len(cut.chunks) * DIGEST_BYTES} are right for {len(cut.chunks)} chunks"
             )
-        for place, chunk in enumerate(chunks):
+        for place, chunk in enumerate(cut.chunks):
             self._digests[chunk] = digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
     def part(self, chunk: int, manifest: Manifest) -> Part | None:
-        start, stop = self._map.part_of_chunk(*manifest.chunk_range(chunk))
+        start, stop = self._cut.map.part_of_chunk(*manifest.chunk_range(chunk))
         if start == stop:
             return None
-        return Part(self._rank, stop - start, self._map.rectangles(start, stop), self._digests.get(chunk, b""))
+        rectangles = self._cut.map.rectangles(start, stop)
+        return Part(self._cut.rank, stop - start, rectangles, self._digests.get(chunk, b""))

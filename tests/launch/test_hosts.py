@@ -65,10 +65,16 @@ def _start_server(hosts: Hosts) -> tuple[subprocess.Popen[str], str]:
     return server, server.stdout.readline().strip()
 
 
-def _send(hosts: Hosts, port: str, nbytes: int, timeout_s: float = 10.0) -> subprocess.CompletedProcess[str]:
-    words = [hosts.address(1), port, str(nbytes), str(timeout_s), hosts.names[1]]
+def _send_to(
+    hosts: Hosts, address: str, port: str, nbytes: int = 1, timeout_s: float = 0.5
+) -> subprocess.CompletedProcess[str]:
+    words = [address, port, str(nbytes), str(timeout_s), hosts.names[1]]
     line = _on(hosts, 0, sys.executable, "-c", CLIENT, *words)
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _send(hosts: Hosts, port: str, nbytes: int, timeout_s: float = 10.0) -> subprocess.CompletedProcess[str]:
+    return _send_to(hosts, hosts.address(1), port, nbytes, timeout_s)
 
 
 @may_have_hosts
@@ -94,6 +100,31 @@ def test_nothing_passes_a_link_that_is_unplugged(pair: Hosts) -> None:
     server.communicate()
     assert "Error" in cut.stderr
     assert plugged_in.stdout.startswith("1 "), plugged_in.stderr
+
+
+@may_have_hosts
+def test_each_card_has_a_link_of_its_own() -> None:
+    with Hosts(2, "20mbit", cards=2) as hosts:
+        server, port = _start_server(hosts)
+        words = [sys.executable, "-c", CLIENT]
+        began_s = time.monotonic()
+        clients = [
+            subprocess.Popen(
+                _on(hosts, 0, *words, hosts.address(1, card), port, "1250000", "10", hosts.names[1]),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for card in (0, 1)
+        ]
+        hosts_reached = [client.communicate(timeout=60)[0].split() for client in clients]
+        seconds = time.monotonic() - began_s
+        hosts.set_link(1, up=False)
+        cut = [_send_to(hosts, hosts.address(1, card), port) for card in (0, 1)]
+        server.kill()
+        server.communicate()
+    assert hosts_reached == [["1250000", hosts.address(1)]] * 2
+    assert seconds > 0.4  # 0.5 s for each at 20 Mbit/s, less the burst of 128 kB
+    assert all("Error" in client.stderr for client in cut)
 
 
 @may_have_hosts
@@ -164,6 +195,8 @@ def _output(*command: str) -> str:
 def test_numbers_and_rates_that_cannot_be_are_refused(count: int, rate: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Hosts(count, rate)
+    with pytest.raises(ConfigError, match="each has 1 to 4 network cards, got 5"):
+        Hosts(2, "200mbit", cards=5)
 
 
 def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

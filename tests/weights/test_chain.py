@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import numpy as np
@@ -25,6 +26,7 @@ from laminar_hpc.protocol.peer import (
     WeightsWritten,
 )
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.weights import digest
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.image import SlotState
 from laminar_hpc.weights.manifest import make_manifest
@@ -198,6 +200,23 @@ def test_a_spoiled_chunk_is_asked_for_again_three_times() -> None:
     one.relay.start(one.broadcast(3, [1]), now=0.0)
     assert one.run() == [3]
     assert np.array_equal(one.relay.image.bytes_of(3), one.image)
+
+
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_digests_that_threads_compute_are_waited_for(monkeypatch: pytest.MonkeyPatch, trainers: int) -> None:
+    monkeypatch.setattr(digest, "AT_ONCE_BYTES", 0)
+    layout = layout_of([(4, 17), (3, 16)], 20, trainers)
+    net = MemoryNet(Random(2))
+    job = RelayJob(net, layout, relays=3, versions=3)
+    net.spoil[job.relays[0], 20] = 2
+    deadline_s = time.monotonic() + 30.0
+    while not job.finished:
+        job.step()
+        assert time.monotonic() < deadline_s, {rank: job.forwarders[rank].waiting_for for rank in job.live}
+    assert net.spoil[job.relays[0], 20] == 0  # both were asked for again
+    for forwarder in job.forwarders.values():
+        assert np.array_equal(forwarder.image.bytes_of(2), image_of(job.manifest, 2))
+    job.close()
 
 
 def test_a_chunk_that_stays_wrong_is_an_error() -> None:

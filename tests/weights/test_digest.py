@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.errors import EngineError
-from laminar_hpc.weights.digest import chunk_digest, chunk_digests, digests_of, image_digest, part_digests
+from laminar_hpc.weights.digest import Hasher, chunk_digest, chunk_digests, digests_of, image_digest, part_digests
 from laminar_hpc.weights.manifest import make_manifest
 
 
@@ -32,6 +32,18 @@ def test_streamed_digests_are_those_of_the_image(sizes, chunk_bytes: int, seed: 
     assert chunk_digests(image, manifest) == expected
     places = [manifest.chunk_range(chunk) for chunk in range(manifest.chunks)]
     assert part_digests(image, places[1:]) == expected[8:]
+
+
+def test_a_hasher_gives_the_same_with_threads_and_without() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 5 << 20, dtype=np.uint8)
+    hasher = Hasher()
+    small, large = [(0, 100), (200, 1000)], [(0, 3 << 20), (3 << 20, 5 << 20)]
+    for parts in (small, large):
+        assert hasher.submit(data, parts).result(timeout=30) == part_digests(data, parts)
+    assert hasher.digest(data).result(timeout=30) == chunk_digest(data)
+    assert hasher.digest(data[:100]).done()
+    hasher.close()
+    hasher.close()
 
 
 def test_one_changed_bit_changes_the_image_digest() -> None:
