@@ -22,16 +22,25 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._candidates)
 
-    def add(self, candidate: Candidate, newest_published: int) -> list[Evicted]:
+    def add(self, candidate: Candidate, newest_step: int) -> list[Evicted]:
         """A group has finished; if it is too old already, it is not kept, and comes back.
 
         The others need no look: only a publication makes them older.
         """
         assert candidate.group not in self._candidates, f"group {candidate.group} is in the buffer already"
-        evicted = self._eviction.evict([candidate], newest_published)
+        evicted = self._eviction.evict([candidate], newest_step)
         if not evicted:
             self._candidates[candidate.group] = candidate
         return evicted
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What is in the buffer, in the order in which it finished."""
+        return list(self._candidates.values())
+
+    def restore(self, candidates: list[Candidate]) -> None:
+        """Take over what was in the buffer of an earlier attempt."""
+        self._candidates = {candidate.group: candidate for candidate in candidates}
 
     def take(self, count: int) -> list[int]:
         """The groups of a step, no longer in the buffer; there must be at least `count`."""
@@ -40,9 +49,9 @@ class Buffer:
             del self._candidates[group]
         return groups
 
-    def evict(self, newest_published: int) -> list[Evicted]:
+    def evict(self, newest_step: int) -> list[Evicted]:
         """The groups that a publication has made too old, no longer in the buffer."""
-        evicted = self._eviction.evict(self._candidates.values(), newest_published)
+        evicted = self._eviction.evict(self._candidates.values(), newest_step)
         for item in evicted:
             del self._candidates[item.group]
         return evicted

@@ -26,20 +26,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from laminar_hpc.control.checkpoints import Checkpoints
 from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.experience import Experience
 from laminar_hpc.control.fleet import Member, Rollout, Trainer
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.settlement import Settlement
+from laminar_hpc.control.snapshot import Snapshot, capture, restore
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import Training
 from laminar_hpc.control.waits import describe_waits
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.policy.roles import Role
-from laminar_hpc.policy.staleness import staleness
 from laminar_hpc.protocol.commands import Attach, Command, EndJob, Publish
 from laminar_hpc.protocol.events import (
     CameFromTool,
+    Committed,
     Event,
     Finished,
     JobFailed,
@@ -51,8 +55,11 @@ from laminar_hpc.protocol.events import (
     RankLost,
     RelayHolds,
     RelayReady,
+    Resumed,
     RolloutReady,
+    SnapshotWritten,
     SpareReady,
+    StateWritten,
     StopRequested,
     Streamed,
     Trained,
@@ -95,8 +102,10 @@ class Controller:
         """How the job ended (None: it has not)."""
         self._state = JobState(settings)
         self._training = Training(settings)
+        self._checkpoints = Checkpoints(settings.trainers)
         self._dispatcher = Dispatcher(self._state)
-        self._experience = Experience(self._state, self._training)
+        self._experience = Experience(self._state, self._training, self._checkpoints)
+        self._begun = False
         self._handlers: dict[type[Event], tuple[Role, Handler]] = {
             Published: (Role.TRAINER, self._published),
             Trained: (Role.TRAINER, self._trained),
@@ -105,25 +114,35 @@ class Controller:
             Finished: (Role.ROLLOUT, self._finished),
             WentToTool: (Role.ROLLOUT, self._went_to_tool),
             CameFromTool: (Role.ROLLOUT, self._came_from_tool),
+            StateWritten: (Role.TRAINER, self._state_written),
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from `event`, which became known at `now` (seconds; never less than at the call before)."""
         if self.outcome is not None:
             return []
-        if isinstance(event, RankEvent):
-            commands = self._from_rank(event, now)
-        elif isinstance(event, StopRequested):
-            return self._end("stopped", event.reason, now)
-        elif isinstance(event, JobFailed):
-            return self._end(event.outcome, event.reason, now)
-        else:
-            raise ProtocolError(f"the controller knows no event {type(event).__name__}")
+        commands = self._from_rank(event, now) if isinstance(event, RankEvent) else self._from_outside(event, now)
+        self._begun = True
         if self.outcome is None:
             commands += self._proceed(now)
             commands += self._finish_job(now)
             commands += self._give_up(now)
         return commands
+
+    def _from_outside(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Resumed():
+                return self._resume(event, now)
+            case SnapshotWritten():
+                return self._checkpoints.snapshot_written(event)
+            case Committed():
+                return self._checkpoints.committed_now(event)
+            case StopRequested():
+                return self._stop(event, now)
+            case JobFailed():
+                return self._end(event.outcome, event.reason, now)
+            case _:
+                raise ProtocolError(f"the controller knows no event {type(event).__name__}")
 
     def _from_rank(self, event: RankEvent, now: float) -> list[Command]:
         role = self._role_of(event.rank)
@@ -160,7 +179,11 @@ class Controller:
 
     def _finish_job(self, now: float) -> list[Command]:
         state, steps = self._state, self.settings.steps
+        if state.stopping:
+            return self._finish_stopping(now)
         if self._training.steps_done < steps or not state.versions.settled or state.rounds.open_rounds:
+            return []
+        if self._checkpoints.busy:
             return []
         return self._end("finished", f"all {steps} steps are trained, published and evaluated", now)
 
@@ -178,8 +201,59 @@ class Controller:
             return self._end("failed", reason, now)
         return []
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> bytes:
+        """The books, for the checkpoint that the last commands ask for (control.snapshot.Snapshot in MessagePack)."""
+        experience = self._experience
+        books = capture(self._state, self._training.steps_done, experience.uniform_groups, experience.fruitless_groups)
+        return msgspec.msgpack.encode(books)
+
+    def _resume(self, event: Resumed, now: float) -> list[Command]:
+        if self._begun:
+            raise ProtocolError("the controller can go on from a checkpoint only before anything has happened")
+        try:
+            books = msgspec.msgpack.decode(event.books, type=Snapshot)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the books of the checkpoint cannot be read: {error}") from error
+        reason = (
+            f"attempt {self.settings.attempt} goes on from step {books.step}, without the weights it was begun under"
+        )
+        starts_over, settled = restore(self._state, books, event.shift_s, now, reason)
+        self._training.restore(books.step)
+        self._checkpoints.committed = books.step
+        self._dispatcher.start_over(starts_over)
+        self._experience.uniform_groups, self._experience.fruitless_groups = books.uniform, books.fruitless
+        return [*settled]
+
+    def _state_written(self, event: StateWritten, trainer: Trainer, now: float) -> list[Command]:
+        return self._checkpoints.state_written(event, trainer.index)
+
+    def _stop(self, event: StopRequested, now: float) -> list[Command]:
+        """End; or first write a checkpoint, where that is asked for and there is something to save."""
+        saves = event.save and self.settings.checkpoint_every is not None
+        if not saves or self._state.versions.newest_published is None or self._state.stopping:
+            return self._end("stopped", event.reason, now)
+        self._state.stopping = event.reason
+        return []
+
+    def _finish_stopping(self, now: float) -> list[Command]:
+        """When the step that was under way is done and saved, the job ends; where it cannot be saved, it ends all the same."""
+        state, done = self._state, self._training.steps_done
+        if self._training.current is not None or self._checkpoints.busy:
+            return []
+        if self._checkpoints.committed == done:
+            return self._end("requeue", f"{state.stopping}; the checkpoint of step {done} is complete", now)
+        if self._checkpoints.tried == done:
+            return self._end(
+                "stopped", f"{state.stopping}; no checkpoint of step {done}: {self._checkpoints.failed}", now
+            )
+        return self._checkpoints.begin(done, state.stopping)
+
     def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
         self.outcome = outcome
+        if outcome == "requeue":  # what is open is in the checkpoint, and the next attempt says what becomes of it
+            return [EndJob(reason, outcome)]
         settlement = Settlement(self._state, now)
         for group in list(self._state.ledger.groups.values()):
             settlement.group(group, State.RETURNED, f"the job has {outcome}: {reason}")
@@ -209,8 +283,9 @@ class Controller:
         fleet.add_trainer(event)
         if not fleet.all_trainers:
             return []
-        version = self._state.versions.announce(0)
-        return [Publish(f"all {len(fleet.trainers)} trainers hold the checkpoint", version.id, 0)]
+        step = self._training.steps_done
+        version = self._state.versions.announce(step)
+        return [Publish(f"all {len(fleet.trainers)} trainers hold the weights of step {step}", version.id, step)]
 
     def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
         state, known = self._state, self._state.fleet.rollouts.get(event.rank)
@@ -233,7 +308,9 @@ class Controller:
         shares = state.versions.publish(event.version, member.rank, event.digests)
         if shares is None:
             return []
-        if self.settings.evaluates(state.versions[event.version].step):
+        step = state.versions[event.version].step
+        if self.settings.evaluates(step) and step > state.evaluated_step:
+            state.evaluated_step = step
             state.rounds.open(event.version, self.settings.evaluated_prompts)
         return state.distribution.published(event.version, shares, now) + self._experience.evict(now)
 
@@ -311,10 +388,8 @@ class Controller:
                 f"{_describe(event)} for trajectory {event.trajectory} names version {event.version}, "
                 f"it was begun under {trajectory.version}"
             )
-        newest = state.versions.newest_published
-        assert newest is not None, "a rollout holds weights before any version was published"
         state.fleet.release(rollout, trajectory.id)
-        state.pool.finish(trajectory, event, staleness(trajectory.version, newest), now)
+        state.pool.finish(trajectory, event, state.versions.staleness(trajectory.version), now)
         commands = self._experience.finished(trajectory, now)
         commands += self._proceed(now)  # first, so that a step that begins makes room, and who waits longer goes first
         return commands + self._dispatcher.consider(rollout, now)
@@ -352,7 +427,11 @@ class Controller:
 
     def waits(self) -> list[str]:
         """Who waits for whom, a line each; nobody does once the job has ended."""
-        return describe_waits(self._state, self._training) if self.outcome is None else []
+        if self.outcome is not None:
+            return []
+        trainers = sorted(self._state.fleet.trainers.values(), key=lambda trainer: trainer.index)
+        waits = describe_waits(self._state, self._training)
+        return self._checkpoints.waits([trainer.rank for trainer in trainers]) + waits
 
 
 def _describe(event: RankEvent) -> str:

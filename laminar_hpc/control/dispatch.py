@@ -62,6 +62,10 @@ class Dispatcher:
         self._restarts: deque[Group] = deque()
         self._together: int | None = None
 
+    def start_over(self, groups: list[Group]) -> None:
+        """These groups have no version any more, and wait for a rollout."""
+        self._restarts.extend(groups)
+
     @property
     def refreshes_together(self) -> bool:
         """Whether work may depend on what all rollouts hold, and not only on the one that is asked for."""
@@ -71,7 +75,7 @@ class Dispatcher:
 
     def consider(self, rollout: Rollout, now: float) -> list[Command]:
         """Weights or work for one rollout whose situation has changed."""
-        if not rollout.alive:
+        if not rollout.alive or self._state.stopping:
             return []
         if rollout.loading is not None:
             return self._pull_again(rollout) if rollout.pull_due else []
@@ -94,6 +98,8 @@ class Dispatcher:
     def consider_all(self, now: float) -> list[Command]:
         """Work for the rollouts that can take fresh work, after some has appeared."""
         self._state.work_has_appeared = False
+        if self._state.stopping:
+            return []
         if not self._alone:
             return self._consider_together(now)
         commands: list[Command] = []
@@ -252,7 +258,7 @@ class Dispatcher:
             return []
         holders = state.fleet.holders(version)
         if holders:
-            return self._give(holders, now)
+            return [] if state.stopping else self._give(holders, now)
         return self._start_over(version, f"rollout {rollout.rank} was the last that held version {version}", now)
 
     def _start_over(self, version: int, why: str, now: float) -> list[Command]:

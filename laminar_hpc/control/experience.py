@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from laminar_hpc.control.checkpoints import Checkpoints
 from laminar_hpc.control.evaluation import Round
 from laminar_hpc.control.pool import Trajectory
 from laminar_hpc.control.prompts import Group
@@ -20,7 +21,6 @@ from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import BatchGroup, Training
 from laminar_hpc.policy.sampling import Candidate, Evicted
-from laminar_hpc.policy.staleness import staleness
 from laminar_hpc.protocol.commands import Command, Publish, ReportEvaluation
 from laminar_hpc.protocol.trajectory import Purpose, State, Verdict
 
@@ -33,9 +33,10 @@ FULL_REWARD = 1.0
 class Experience:
     """Collects what has finished, forms batches and closes steps and evaluation rounds."""
 
-    def __init__(self, state: JobState, training: Training) -> None:
+    def __init__(self, state: JobState, training: Training, checkpoints: Checkpoints) -> None:
         self._state = state
         self._training = training
+        self._checkpoints = checkpoints
         self.fruitless_groups = 0
         """Groups in a row that were discarded because too few of their responses could be graded."""
         self.uniform_groups = 0
@@ -72,10 +73,9 @@ class Experience:
             self.uniform_groups += 1
             return self._replace(group, f"all {graded} graded responses have the reward {scores[0]:g}", now)
         self.uniform_groups = 0
-        newest = state.versions.newest_published
         assert group.version is not None, f"group {group.id} has finished under no version"
-        assert newest is not None, "a group has finished before any version was published"
-        return self._throw_away(state.buffer.add(Candidate(group.id, group.version, now), newest), newest, now)
+        candidate = Candidate(group.id, state.versions[group.version].step, now)
+        return self._throw_away(state.buffer.add(candidate, state.versions.newest_step), now)
 
     def _replace(self, group: Group, reason: str, now: float) -> list[Command]:
         """Discard a finished group, which makes room for another prompt."""
@@ -86,18 +86,15 @@ class Experience:
 
     def evict(self, now: float) -> list[Command]:
         """Throw away what a publication has made too old."""
-        newest = self._state.versions.newest_published
-        assert newest is not None, "nothing is published yet"
-        return self._throw_away(self._state.buffer.evict(newest), newest, now)
+        return self._throw_away(self._state.buffer.evict(self._state.versions.newest_step), now)
 
-    def _throw_away(self, evicted: list[Evicted], newest: int, now: float) -> list[Command]:
+    def _throw_away(self, evicted: list[Evicted], now: float) -> list[Command]:
         state = self._state
         settlement = Settlement(state, now)
         for item in evicted:
             group = state.ledger.groups[item.group]
             assert group.version is not None, f"group {group.id} was in the buffer without a version"
-            age = staleness(group.version, newest)
-            settlement.group(group, State.DISCARDED, item.reason, staleness=age)
+            settlement.group(group, State.DISCARDED, item.reason, staleness=state.versions.staleness(group.version))
             state.work_has_appeared = True
         return [*settlement.commands(f"{len(evicted)} groups in the buffer have become too old")]
 
@@ -108,9 +105,10 @@ class Experience:
         state, settings = self._state, self._state.settings
         if len(state.buffer) < settings.prompts or self._training.current is not None:
             return []
-        if not state.versions.settled or self._training.steps_done == settings.steps:
+        if not state.versions.settled or self._training.steps_done == settings.steps or state.stopping:
             return []
         batch = [self._take(number) for number in state.buffer.take(settings.prompts)]
+        batch.sort(key=lambda item: item.group.draw)  # so that mini-batches do not depend on which group was done first
         step = self._training.steps_done + 1
         version = state.versions.announce(step).id
         state.work_has_appeared = True
@@ -119,12 +117,11 @@ class Experience:
 
     def _take(self, number: int) -> BatchGroup:
         state = self._state
-        group, newest = state.ledger.groups[number], state.versions.newest_published
+        group = state.ledger.groups[number]
         assert group.version is not None, f"group {number} was in the buffer without a version"
-        assert newest is not None, "a batch forms before any version was published"
         state.ledger.take(group)
         members = [state.pool.trajectories[id] for id in group.members]
-        return BatchGroup(group, members, staleness(group.version, newest))
+        return BatchGroup(group, members, state.versions.staleness(group.version))
 
     def complete_step(self, now: float) -> list[Command]:
         """The step in training is done: its report, and its groups as consumed."""
@@ -133,7 +130,10 @@ class Experience:
         reason = f"trained on in step {step.number}"
         for item in step.groups:
             settlement.group(item.group, State.CONSUMED, reason, staleness=item.staleness, step=step.number)
-        return [report, *settlement.commands(reason)]
+        commands: list[Command] = [report, *settlement.commands(reason)]
+        if self._state.settings.saves(step.number) and not self._state.stopping:
+            commands += self._checkpoints.begin(step.number, f"step {step.number} is done")
+        return commands
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

@@ -74,11 +74,17 @@ class Trajectory(msgspec.Struct, eq=False):
 class TrajectoryPool:
     """Keeps the trajectories, and those without an owner by their version."""
 
-    def __init__(self) -> None:
-        self._next_id = 0
+    def __init__(self, first_id: int = 0) -> None:
+        self._next_id = first_id
         self.trajectories: dict[int, Trajectory] = {}
         """By id, in the order in which they began."""
         self._orphans: dict[int, deque[int]] = {}
+
+    def restore(self, trajectories: list[Trajectory]) -> None:
+        """Take over trajectories of an earlier attempt, which nobody owns."""
+        for trajectory in trajectories:
+            trajectory.owner = None
+            self.trajectories[trajectory.id] = trajectory
 
     def begin(self, group: Group, sample: int, seed: int, version: int, owner: Owner, now: float) -> Trajectory:
         """A new trajectory, owned at once."""

@@ -46,7 +46,7 @@ class PromptLedger:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._next_group = 0
+        self._next_group = settings.first_hand_out
         self._draws = 0
         self._taken = 0
         self.groups: dict[int, Group] = {}
@@ -66,6 +66,17 @@ class PromptLedger:
         """Training groups in flight and in the buffer."""
         closed = self.closed[Purpose.TRAIN]
         return self.kept - self._taken - closed[State.CONSUMED] - closed[State.RETURNED]
+
+    @property
+    def draws(self) -> int:
+        """How many training prompts were handed out."""
+        return self._draws
+
+    def restore(self, draws: int, closed: dict[Purpose, dict[State, int]], groups: list[Group]) -> None:
+        """Go on from the books of an earlier attempt; `groups` are open."""
+        self._draws = draws
+        self.closed = {purpose: dict(counts) for purpose, counts in closed.items()}
+        self.groups = {group.id: group for group in groups}
 
     def draw_training(self, now: float) -> Group:
         """Hand out the next training prompt."""

@@ -7,13 +7,18 @@ import msgspec
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.policy.modes import MODES, Mode
 
+VERSIONS_OF_AN_ATTEMPT = 1_000_000
+HAND_OUTS_OF_AN_ATTEMPT = 1_000_000_000
+"""Ids of attempt a begin at a times these, so that none is used twice in a run, whatever an attempt that was killed had used."""
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A controller's settings; the config's keys of the same names explain them.
 
     `prompts` counts groups of a step, `train_prompts` and `held_out_prompts` different prompts that the task has.
     `trainers`, `relays` and `rollouts` count ranks, `replicas` the copies of the model that the trainers hold together (None:
-    one each). `attempt` and `first_version` make version ids differ between attempts. `trainer_nodes` are the keys of the
+    one each). `attempt` is 0 for the first start of a run. `checkpoint_every` is in steps (0: only when the job is asked to
+    stop), and None where there are no checkpoints. `trainer_nodes` are the keys of the
     trainers' nodes, `switches` has the switch of each node where that is known; `relay_timeout_s` is the config's.
     """
 
@@ -35,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     held_out_prompts: int = 0
     seed: int = 0
     attempt: int = 0
-    first_version: int = 0
+    checkpoint_every: int | None = None
     replicas: int | None = None
     dynamic_sampling: bool = False
     trainer_nodes: list[str] = []
@@ -51,6 +56,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"control.mode: must be one of {', '.join(MODES)}, got {self.mode!r}") from None
 
     @property
+    def first_version(self) -> int:
+        """The id of this attempt's first version."""
+        return self.attempt * VERSIONS_OF_AN_ATTEMPT
+
+    @property
+    def first_hand_out(self) -> int:
+        """The number of this attempt's first group, and of its first trajectory."""
+        return self.attempt * HAND_OUTS_OF_AN_ATTEMPT
+
+    @property
     def data_parallel(self) -> int:
         """How many shares a mini-batch is cut into."""
         return self.trainers if self.replicas is None else self.replicas
@@ -59,6 +74,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def evaluated_prompts(self) -> int:
         """Held-out prompts that each evaluation answers."""
         return min(self.evaluation_prompts, self.held_out_prompts)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is made after `step`, unasked: every so many steps, and after the last one."""
+        if not self.checkpoint_every:
+            return False
+        return step % self.checkpoint_every == 0 or step == self.steps
 
     def evaluates(self, step: int) -> bool:
         """Whether the weights after `step` are evaluated: every so many steps, the first and the last ones always."""

@@ -21,12 +21,16 @@ class JobState:
         self.settings = settings
         self.mode = settings.pipeline
         self.ledger = PromptLedger(settings)
-        self.pool = TrajectoryPool()
+        self.pool = TrajectoryPool(settings.first_hand_out)
         self.buffer = Buffer(make_sampler(settings.sampler), make_eviction(settings.eviction, settings.max_staleness))
         self.versions = Versions(settings.attempt, settings.first_version, settings.trainers)
         relays = Relays(settings.relays, settings.trainer_nodes, settings.switches)
         self.distribution = Distribution(relays, settings.relay_timeout_s)
         self.fleet = Fleet(settings.trainers, settings.rollouts, self.distribution.readers)
         self.rounds = Rounds()
+        self.evaluated_step = -1
+        """The newest step that a round was opened for."""
+        self.stopping = ""
+        """Why the job has been asked to stop, if it was: nothing new begins then."""
         self.work_has_appeared = False
         """There may be work for rollouts that were given none when they asked."""

@@ -50,6 +50,10 @@ class Training:
         self.steps_done = 0
         self.current: Step | None = None
 
+    def restore(self, step: int) -> None:
+        """So many steps were done by earlier attempts."""
+        self.steps_done = step
+
     def begin(self, groups: list[BatchGroup], version: int, now: float) -> list[Train]:
         """The commands for the next step, which makes `version`."""
         assert self.current is None, "one step at a time"

@@ -2,8 +2,9 @@
 
     ANNOUNCED (`Publish` is out) -> PUBLISHED (every trainer holds its shard)
 
-Invariants: an id is given once, counts up by one, and stands for one (attempt, step). At most the newest version is not
-published yet. Versions become PUBLISHED in order of id.
+Invariants: an id is given once, counts up by one within an attempt, and stands for one (attempt, step). At most the newest
+version is not published yet. Versions become PUBLISHED in order of id. Those of earlier attempts are known where something
+that they generated is still there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar_hpc.errors import ProtocolError
+from laminar_hpc.policy.staleness import staleness
 from laminar_hpc.protocol.commands import Share
 from laminar_hpc.protocol.peer import DIGEST_BYTES
 
@@ -32,31 +34,53 @@ class Versions:
         self._attempt = attempt
         self._first = first_version
         self._trainers = trainers
-        self._versions: list[Version] = []
+        self._versions: dict[int, Version] = {}
+        self._announced = 0
         self.newest_published: int | None = None
         """The newest version that every trainer holds (None: none yet)."""
 
     def __getitem__(self, id: int) -> Version:
-        return self._versions[id - self._first]
+        return self._versions[id]
 
     def __contains__(self, id: int) -> bool:
-        return 0 <= id - self._first < len(self._versions)
+        return id in self._versions
 
     @property
     def newest(self) -> Version | None:
-        """The version announced last."""
-        return self._versions[-1] if self._versions else None
+        """The version announced last, in this attempt."""
+        return self._versions[self._first + self._announced - 1] if self._announced else None
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest version that is published."""
+        assert self.newest_published is not None, "nothing is published yet"
+        return self._versions[self.newest_published].step
+
+    def staleness(self, id: int) -> int:
+        """How much newer than version `id` the newest published one is (policy/staleness.py)."""
+        return staleness(self._versions[id].step, self.newest_step)
 
     @property
     def settled(self) -> bool:
         """Whether all announced versions are published, and there is one."""
         return self.newest is not None and self.newest.published
 
+    @property
+    def known(self) -> list[Version]:
+        """All versions, older attempts' first."""
+        return list(self._versions.values())
+
+    def remember(self, versions: list[Version]) -> None:
+        """Versions of earlier attempts, which something is left of. Before the first one is announced."""
+        assert not self._announced, "the attempt has versions of its own already"
+        self._versions.update((version.id, version) for version in versions)
+
     def announce(self, step: int) -> Version:
         """A new version: the weights after `step`."""
-        assert not self._versions or self.settled, "one publication at a time"
-        version = Version(self._first + len(self._versions), self._attempt, step)
-        self._versions.append(version)
+        assert not self._announced or self.settled, "one publication at a time"
+        version = Version(self._first + self._announced, self._attempt, step)
+        self._announced += 1
+        self._versions[version.id] = version
         return version
 
     def publish(self, id: int, rank: int, digests: bytes) -> list[Share] | None:

@@ -13,10 +13,10 @@ from laminar_hpc.policy.staleness import staleness
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A finished group, as samplers and evictions see it."""
+    """A finished group, as samplers and evictions see it; the weights after `step` generated it."""
 
     group: int
-    version: int
+    step: int
     finished_s: float
 
 
@@ -41,7 +41,7 @@ class Eviction(Protocol):
     def above(self) -> int | None:
         """The staleness above which a group goes (None: staleness does not matter)."""
 
-    def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:
+    def evict(self, candidates: Iterable[Candidate], newest_step: int) -> list[Evicted]:
         """Those of the candidates to throw away now."""
 
 
@@ -58,7 +58,7 @@ class KeepAll:
 
     above = None
 
-    def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:
+    def evict(self, candidates: Iterable[Candidate], newest_step: int) -> list[Evicted]:
         """Nothing."""
         return []
 
@@ -69,11 +69,11 @@ class DropStale:
     def __init__(self, above: int) -> None:
         self.above = above
 
-    def evict(self, candidates: Iterable[Candidate], newest_published: int) -> list[Evicted]:
+    def evict(self, candidates: Iterable[Candidate], newest_step: int) -> list[Evicted]:
         """The candidates that have become too old."""
         evicted = []
         for candidate in candidates:
-            age = staleness(candidate.version, newest_published)
+            age = staleness(candidate.step, newest_step)
             if age > self.above:
                 evicted.append(Evicted(candidate.group, f"{age} versions old in the buffer, at most {self.above}"))
         return evicted

@@ -1,7 +1,8 @@
 """How old a trajectory is, and how old a pipeline lets it become.
 
-A version counts as published when every trainer holds its share of it. Ids count up by one with each publication, so the
-versions published after the one that generated a trajectory are counted by a difference.
+A version counts as published when every trainer holds its share of it. There is one for each step (a resumed run publishes the
+weights of its checkpoint again, under another id, which makes nothing older), so what was published after the version that
+generated a trajectory is counted by a difference of steps.
 
 The bound. Let all rollouts refresh together, and let the cohort handed out under the weights after step s hold the prompts
 of step s + 1 + a, where a is `cohorts_ahead`. A trajectory of it is consumed when the batch of step s + 1 + a forms, and
@@ -15,9 +16,9 @@ from __future__ import annotations
 from laminar_hpc.policy.modes import Mode
 
 
-def staleness(version: int, newest_published: int) -> int:
-    """Versions published after `version`."""
-    return newest_published - version
+def staleness(step: int, newest_step: int) -> int:
+    """How many steps' weights were published after those of `step`, the newest being those of `newest_step`."""
+    return newest_step - step
 
 
 def bound(mode: Mode, evicted_above: int | None = None) -> int | None:

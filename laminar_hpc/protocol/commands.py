@@ -59,6 +59,28 @@ class Publish(Command, frozen=True):
     step: int
 
 
+class Checkpoint(Command, frozen=True):
+    """All trainers write their state as it is after `step`, and the manager writes the controller's books and the payload.
+
+    Each does so beside its work, into `directory`, which the manager names.
+    """
+
+    step: int
+    directory: str = ""
+
+
+class Commit(Command, frozen=True):
+    """Every part of the checkpoint of `step` is on disk: it is put into its place, and the oldest ones are removed."""
+
+    step: int
+
+
+class Abandon(Command, frozen=True):
+    """The checkpoint of `step` cannot be completed: what there is of it is removed, and the job goes on."""
+
+    step: int
+
+
 class Share(msgspec.Struct, frozen=True):
     """Digests of trainer `rank`'s shard: one of its part of each chunk that has one, in order ("": verification is off)."""
 
@@ -210,7 +232,7 @@ class ReportEvaluation(Command, frozen=True, kw_only=True):
 
 
 class EndJob(Command, frozen=True):
-    """The job is over. `outcome` is one of finished, stopped, failed, stalled; the reason is for people."""
+    """The job is over. `outcome` is one of finished, stopped, requeue, failed, stalled; the reason is for people."""
 
     outcome: str
 
@@ -220,6 +242,9 @@ AnyCommand = (
     | Pull
     | Train
     | Publish
+    | Checkpoint
+    | Commit
+    | Abandon
     | Broadcast
     | Drop
     | Release

@@ -158,16 +158,52 @@ class Trained(RankEvent, frozen=True):
     metrics: dict[str, float]
 
 
+class StateWritten(RankEvent, frozen=True):
+    """A trainer's part of the checkpoint of `step` is on disk; where `error` is not "", it is not, for that reason."""
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+
+
 class RankLost(RankEvent, frozen=True):
     """The worker or the rank is gone; all it held is lost, what it streamed is in the store."""
 
     reason: str
 
 
+class Resumed(Event, frozen=True):
+    """This attempt goes on from a checkpoint: `books` is a control.snapshot.Snapshot in MessagePack. The first event, if any.
+
+    `shift_s` leads from the clock of the attempt that wrote it to this one's.
+    """
+
+    books: bytes
+    shift_s: float
+
+
+class SnapshotWritten(Event, frozen=True):
+    """The books of the checkpoint of `step`, and the payload, are on disk; where `error` is not "", they are not."""
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+
+
+class Committed(Event, frozen=True):
+    """The checkpoint of `step` is complete, in its place, and will be found; where `error` is not "", it is not."""
+
+    step: int
+    error: str = ""
+
+
 class StopRequested(Event, frozen=True):
-    """Somebody outside wants the job to end: a signal, a time limit."""
+    """Somebody outside wants the job to end: a signal, a time limit. `save`: with a checkpoint, to be resumed."""
 
     reason: str
+    save: bool = False
 
 
 class JobFailed(Event, frozen=True):
@@ -195,7 +231,11 @@ AnyEvent = (
     | WentToTool
     | CameFromTool
     | Trained
+    | StateWritten
     | RankLost
+    | Resumed
+    | SnapshotWritten
+    | Committed
     | StopRequested
     | JobFailed
 )

@@ -14,9 +14,21 @@ from fake_relays import CHUNKS, FakeRelays, Move
 
 from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.policy.balance import replica_of
-from laminar_hpc.protocol.commands import Attach, Command, Generate, Publish, Pull, Release, Train
+from laminar_hpc.protocol.commands import (
+    Abandon,
+    Attach,
+    Checkpoint,
+    Command,
+    Commit,
+    Generate,
+    Publish,
+    Pull,
+    Release,
+    Train,
+)
 from laminar_hpc.protocol.events import (
     CameFromTool,
+    Committed,
     Event,
     Finished,
     Loaded,
@@ -24,6 +36,8 @@ from laminar_hpc.protocol.events import (
     Published,
     RankLost,
     RolloutReady,
+    SnapshotWritten,
+    StateWritten,
     Streamed,
     Trained,
     TrainerReady,
@@ -36,7 +50,7 @@ class TrainerRank(msgspec.Struct, eq=False):
     rank: int
     index: int
     ready: bool = False
-    queue: deque[Train | Publish] = msgspec.field(default_factory=deque)
+    queue: deque[Train | Publish | Checkpoint] = msgspec.field(default_factory=deque)
     kept: set[int] = set()
 
 
@@ -86,7 +100,11 @@ class RolloutRank(msgspec.Struct, eq=False):
 
 
 class FakeCluster:
-    """Ranks of a job around one controller; `failing` is the share of responses whose grading fails."""
+    """Ranks of a job around one controller; `failing` is the share of responses whose grading fails.
+
+    `books` has what the controller said of itself when a checkpoint was asked for, by step, and `committed` what of that
+    would be found by another attempt; `full_disk` is the share of parts that cannot be written.
+    """
 
     def __init__(
         self, settings: Settings, random: Random, *, concurrency: int = 8, failing: float = 0.0, spares: int = 0
@@ -108,6 +126,10 @@ class FakeCluster:
         ]
         self._by_rank = {one.rank: one for one in self.rollouts}
         self.ghosts: list[Event] = []
+        self.full_disk = 0.0
+        self.books: dict[int, bytes] = {}
+        self.committed: bytes | None = None
+        self._to_write: deque[Checkpoint | Commit] = deque()
 
     def _kept(self, version: int) -> bool:
         return all(version in trainer.kept for trainer in self.trainers)
@@ -124,6 +146,15 @@ class FakeCluster:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case Checkpoint():
+                self.books[command.step] = self.controller.snapshot()
+                self._to_write.append(command)
+                for trainer in self.trainers:
+                    trainer.queue.append(command)
+            case Commit():
+                self._to_write.append(command)
+            case Abandon():
+                del self.books[command.step]
             case Train() | Publish():
                 for trainer in self.trainers:
                     trainer.queue.append(command)
@@ -152,6 +183,8 @@ class FakeCluster:
         for trainer in self.trainers:
             if not trainer.ready or trainer.queue:
                 moves.append(lambda trainer=trainer: self._trainer(trainer))
+        if self._to_write:
+            moves.append(self._write)
         moves += self.relays.moves()
         for rollout in self.rollouts:
             if not rollout.ready:
@@ -166,6 +199,8 @@ class FakeCluster:
             trainer.ready = True
             return TrainerReady(trainer.rank, 0, trainer.index)
         command = trainer.queue.popleft()
+        if isinstance(command, Checkpoint):
+            return StateWritten(trainer.rank, 0, command.step, 1.0, 100, self._disk())
         if isinstance(command, Publish):
             assert len(trainer.kept) <= 2, f"trainer {trainer.rank} has no slot for version {command.version}"
             trainer.kept.add(command.version)
@@ -177,6 +212,19 @@ class FakeCluster:
         tokens = sum(sample.tokens for sample in command.samples if sample.replica == own)
         metrics = {"loss": float(command.step), "minibatch": float(command.minibatch)}
         return Trained(trainer.rank, 0, command.step, command.minibatch, tokens, 2.0, metrics)
+
+    def _write(self) -> Event:
+        """The manager's own files."""
+        command = self._to_write.popleft()
+        if isinstance(command, Checkpoint):
+            return SnapshotWritten(command.step, 1.0, 100, self._disk())
+        error = self._disk()
+        if not error:
+            self.committed = self.books[command.step]
+        return Committed(command.step, error)
+
+    def _disk(self) -> str:
+        return "No space left on device" if self.random.random() < self.full_disk else ""
 
     def come(self, rollout: RolloutRank) -> Event:
         """A rollout reports."""

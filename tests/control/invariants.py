@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 from tier_invariants import TierChecker
 
 from laminar_hpc.control.controller import Settings
+from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.protocol.commands import (
     Attach,
+    Checkpoint,
     Command,
+    Commit,
     EndJob,
     Generate,
     Publish,
@@ -28,6 +33,7 @@ from laminar_hpc.protocol.events import (
     Published,
     RankLost,
     RolloutReady,
+    StopRequested,
     Streamed,
     TrainerReady,
 )
@@ -66,12 +72,13 @@ class SeenTrajectory(msgspec.Struct, eq=False):
 
 
 class InvariantChecker:
-    """Follows a run; any broken invariant is an AssertionError."""
+    """Follows a run through its attempts; any broken invariant is an AssertionError.
+
+    What a step had consumed is void where the next attempt goes on from a checkpoint before it.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
         self.sync = settings.mode == "sync"
-        self.rollouts: dict[int, SeenRollout] = {}
         self.trajectories: dict[int, SeenTrajectory] = {}
         self.settled: dict[int, TrajectoryOutcome] = {}
         self.groups: dict[int, TrajectorySpec] = {}
@@ -79,16 +86,60 @@ class InvariantChecker:
         self.in_batch: dict[int, tuple[int, int]] = {}
         """Trajectory -> (step, staleness when the batch formed)."""
         self.batched_groups: dict[int, int] = {}
-        self.published: dict[int, set[int]] = {}
+        self.reports: list[ReportStep] = []
+        self.evaluations: list[ReportEvaluation] = []
+        self.left_out = 0
+        """Evaluations that a resumed attempt has made into one."""
+        self.step_of: dict[int, int] = {}
+        """Of every version, in all attempts, the step."""
+        self._saved: dict[int, dict[str, object]] = {}
+        self.committed: int | None = None
+        self._begin(settings, 0)
+
+    def _begin(self, settings: Settings, step: int) -> None:
+        """An attempt begins with the weights of `step`."""
+        self.settings = settings
+        self._first_step = step
+        self.rollouts: dict[int, SeenRollout] = {}
         self.announced: dict[int, int] = {}
         self.complete: list[int] = []
         self.publishers: dict[int, set[int]] = {}
         self.tier = TierChecker(settings.trainers, settings.relays)
-        self.reports: list[ReportStep] = []
-        self.evaluations: list[ReportEvaluation] = []
         self.trainers: dict[int, int] = {}
         self.cohort_versions: set[int] = set()
         self.ended: EndJob | None = None
+        self.stopping = False
+
+    def start_again(self, settings: Settings) -> None:
+        """Another attempt, without a checkpoint: nothing of what was before counts."""
+        kept = self.step_of
+        self.__init__(settings)  # type: ignore[misc]
+        self.step_of = kept
+
+    def resume(self, settings: Settings, books: Snapshot) -> None:
+        """Another attempt goes on from the checkpoint of `books`: what came after it is void."""
+        vars(self).update(copy.deepcopy(self._saved[books.step]))
+        self._saved, self.committed = {books.step: self._saved[books.step]}, books.step
+        open_rounds = len([step for step in self._evaluation_steps() if step <= books.evaluated_step])
+        self.left_out += max(0, open_rounds - self.left_out - len(self.evaluations) - 1)
+        self._begin(settings, books.step)
+        same = {version for version, step in self.step_of.items() if step == books.step}
+        for one in self.trajectories.values():
+            if one.version in same:
+                one.version = settings.first_version
+        self.step_of[settings.first_version] = books.step
+
+    def _see_Checkpoint(self, command: Checkpoint) -> None:
+        assert command.step == len(self.reports)
+        assert all(step <= command.step for step in self.batched_groups.values()), "a step had begun"
+        names = ("trajectories", "settled", "groups", "group_ends", "in_batch", "batched_groups", "reports")
+        self._saved[command.step] = copy.deepcopy(
+            {name: getattr(self, name) for name in (*names, "evaluations", "left_out")}
+        )
+
+    def _see_Commit(self, command: Commit) -> None:
+        assert command.step in self._saved
+        self.committed = command.step
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -103,9 +154,14 @@ class InvariantChecker:
             see = getattr(self, f"_see_{type(command).__name__}", None)
             if see is not None:
                 see(command)
-        assert len(self.trajectories) == max(self.trajectories, default=-1) + 1, "trajectory ids are consecutive"
-        assert len(self.groups) == max(self.groups, default=-1) + 1, "group numbers are consecutive"
+        assert self._consecutive(self.trajectories), "trajectory ids are consecutive"
+        assert self._consecutive(self.groups), "group numbers are consecutive"
         self._check_admission()
+
+    def _consecutive(self, ids: Iterable[int]) -> bool:
+        first = self.settings.first_hand_out
+        own = [id for id in ids if id >= first]
+        return len(own) == max(own, default=first - 1) + 1 - first
 
     def _current(self, event: Event) -> SeenRollout | None:
         seen = self.rollouts.get(event.rank)
@@ -132,6 +188,8 @@ class InvariantChecker:
                 self._see_streamed(event)
             case Finished():
                 self._see_finished(event)
+            case StopRequested():
+                self.stopping = True
             case Published():
                 ranks = self.publishers.setdefault(event.version, set())
                 ranks.add(event.rank)
@@ -157,14 +215,15 @@ class InvariantChecker:
             one.staleness_finish = self._age(one.version)
 
     def _age(self, version: int) -> int:
-        """Versions that became complete after `version`, counted one by one."""
-        return len([other for other in self.complete if other > version])
+        """Steps whose weights became complete after those of `version`."""
+        return max(self.step_of[other] for other in self.complete) - self.step_of[version]
 
     # --- commands: rollouts -----------------------------------------------------------------------------------------
 
     def _see_Generate(self, command: Generate) -> None:
         seen = self.rollouts[command.rank]
         assert seen.alive, f"work for lost rollout {command.rank}"
+        assert not self.stopping, "nothing new begins in a job that is to stop"
         assert seen.incarnation == command.incarnation
         assert seen.pulling is None, f"rollout {command.rank} is loading"
         assert seen.version == command.version, f"rollout {command.rank} holds {seen.version}, not {command.version}"
@@ -239,6 +298,7 @@ class InvariantChecker:
 
     def _see_Train(self, command: Train) -> None:
         settings = self.settings
+        assert not self.stopping, "no step begins in a job that is to stop"
         assert command.minibatches == settings.minibatches
         assert command.step == len(self.reports) + 1
         groups = Counter(sample.group for sample in command.samples)
@@ -267,9 +327,9 @@ class InvariantChecker:
         assert len(self.trainers) == self.settings.trainers
         assert command.version not in self.announced
         assert command.version == self.settings.first_version + len(self.announced)
-        assert command.step == len(self.announced)
+        assert command.step == self._first_step + len(self.announced)
         assert len(self.complete) == len(self.announced), "one publication at a time"
-        self.announced[command.version] = command.step
+        self.announced[command.version] = self.step_of[command.version] = command.step
 
     # --- commands: ends ---------------------------------------------------------------------------------------------
 
@@ -339,16 +399,20 @@ class InvariantChecker:
 
     def _see_EndJob(self, command: EndJob) -> None:
         self.ended = command
+        if command.outcome == "requeue":
+            assert self.committed == len(self.reports)
+            return
         assert self.settled.keys() == self.trajectories.keys(), "every trajectory has an end"
         assert self.group_ends.keys() == self.groups.keys(), "every prompt has an end"
         if command.outcome != "finished":
             return
         settings = self.settings
         assert [report.step for report in self.reports] == list(range(1, settings.steps + 1))
-        due = [settings.first_version + step for step in self._evaluation_steps()]
-        answered_by = sorted(report.version for report in self.evaluations)
+        due = self._evaluation_steps()[self.left_out :]
+        answered_by = sorted(report.step for report in self.evaluations)
         assert len(answered_by) == len(due)
-        assert all(version >= opened for version, opened in zip(answered_by, due, strict=True))
+        if not self.left_out:
+            assert all(step >= opened for step, opened in zip(answered_by, due, strict=True))
         trained = [group for group, spec in self.groups.items() if spec.purpose is Purpose.TRAIN]
         consumed = [group for group in trained if self.group_ends[group] is State.CONSUMED]
         assert len(consumed) == settings.steps * settings.prompts
@@ -367,7 +431,7 @@ class InvariantChecker:
         waiting = [group for group in kept if group not in self.batched_groups and group not in self.group_ends]
         limit = settings.prompts if self.sync else int((1 + settings.ahead) * settings.prompts)
         assert len(waiting) <= limit, f"{len(waiting)} groups are open, at most {limit} may be"
-        if self.ended is None:
+        if self.ended is None and not self.stopping:
             self._check_nobody_idles(len(waiting) < limit and len(kept) < settings.steps * settings.prompts)
 
     def _check_nobody_idles(self, room: bool) -> None:

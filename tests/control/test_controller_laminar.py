@@ -74,7 +74,7 @@ def test_nothing_is_handed_out_beyond_the_last_step():
     assert given[B] == []
 
 
-def test_a_step_trains_finished_groups_in_order_and_reports_them():
+def test_a_step_trains_finished_groups_in_the_order_of_their_draws_and_reports_them():
     job = ScriptedJob(minibatches=2)
     given = job.start()
     job.now = 5.0
@@ -84,8 +84,8 @@ def test_a_step_trains_finished_groups_in_order_and_reports_them():
     job.finish(A, 1, 0)
     first, second, publish = job.finish(A, 0, 0)
     assert isinstance(first, Train)
-    assert [(sample.trajectory, sample.group, sample.tokens) for sample in first.samples] == [(4, 2, 35), (5, 2, 15)]
-    assert [sample.trajectory for sample in second.samples] == [0, 1]
+    assert [sample.trajectory for sample in first.samples] == [0, 1]
+    assert [(sample.trajectory, sample.group, sample.tokens) for sample in second.samples] == [(4, 2, 35), (5, 2, 15)]
     assert (first.step, first.minibatch, second.minibatch, first.minibatches) == (1, 0, 1, 2)
     assert (publish.version, publish.step) == (1, 1)
     job.now = 9.0
@@ -96,14 +96,14 @@ def test_a_step_trains_finished_groups_in_order_and_reports_them():
     assert (report.samples, report.reward_mean) == (4, 0.75)
     assert isinstance(settle, Settle)
     assert [(one.trajectory, one.state, one.step) for one in settle.trajectories] == [
-        (4, State.CONSUMED, 1),
-        (5, State.CONSUMED, 1),
         (0, State.CONSUMED, 1),
         (1, State.CONSUMED, 1),
+        (4, State.CONSUMED, 1),
+        (5, State.CONSUMED, 1),
     ]
     assert [(one.group, one.state, one.trajectories) for one in settle.groups] == [
-        (2, State.CONSUMED, 2),
         (0, State.CONSUMED, 2),
+        (2, State.CONSUMED, 2),
     ]
     assert given[B][0].version == 0
 

@@ -69,9 +69,9 @@ def test_a_rollout_pulls_what_its_own_relay_holds():
 
 
 def test_ids_of_a_later_attempt_go_on_from_its_first_version():
-    job = ScriptedJob(first_version=40, attempt=2)
+    job = ScriptedJob(attempt=2)
     (publish,) = only(job.ranks_report(), Publish)
-    assert (publish.version, publish.step) == (40, 0)
+    assert (publish.version, publish.step) == (2_000_000, 0)
 
 
 def test_the_job_ends_when_its_last_version_is_published():

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from invariants import InvariantChecker
 
 from laminar_hpc.control.controller import Controller, Settings
-from laminar_hpc.protocol.events import Event, JobFailed, RankLost, StopRequested
+from laminar_hpc.control.snapshot import Snapshot
+from laminar_hpc.protocol.events import Event, JobFailed, RankEvent, RankLost, Resumed, StopRequested
 from laminar_hpc.protocol.wire import encode
 
 STORM_MOVES = 150
@@ -42,7 +43,8 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         trainers=trainers,
         relays=draw(st.integers(1, 3)),
         rollouts=draw(st.integers(2, 4)),
-        first_version=draw(st.sampled_from([0, 17])),
+        attempt=draw(st.sampled_from([0, 2])),
+        checkpoint_every=draw(st.sampled_from([None, 0, 1, 2])),
         replicas=draw(st.sampled_from([None, *(count for count in (1, 2, 3) if trainers % count == 0)])),
         dynamic_sampling=draw(st.booleans()),
     )
@@ -60,8 +62,22 @@ class Storm:
             failing=0.2,
             spares=random.randint(0, 2),
         )
+        self.cluster.full_disk = 0.2
         self.checker = InvariantChecker(job)
         self._calm = calm
+
+    def next_attempt(self) -> None:
+        """Everything is killed, and started again from the newest checkpoint, or from nothing where there is none."""
+        before = self.cluster
+        job = msgspec.structs.replace(before.settings, attempt=before.settings.attempt + 1)
+        self.cluster = FakeCluster(job, self.random, concurrency=before.rollouts[0].concurrency, failing=0.2)
+        self.cluster.full_disk = before.full_disk
+        self.cluster.committed = before.committed
+        if before.committed is None:
+            self.checker.start_again(job)
+            return
+        self.checker.resume(job, msgspec.msgpack.decode(before.committed, type=Snapshot))
+        self._send(Resumed(before.committed, shift_s=-before.now))
 
     def rage(self, count: int) -> None:
         for _ in range(count):
@@ -79,8 +95,9 @@ class Storm:
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
         if random.random() >= self._calm:
             kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
-            if kind == "repeat" and cluster.events:
-                return random.choice(cluster.events)[1]
+            repeatable = [event for _, event in cluster.events if isinstance(event, RankEvent)]
+            if kind == "repeat" and repeatable:
+                return random.choice(repeatable)
             ghosts = cluster.ghosts + cluster.relays.ghosts
             if kind == "ghost" and ghosts:
                 return random.choice(ghosts)
@@ -103,7 +120,7 @@ class Storm:
 
     def settle_down(self) -> None:
         """From now on all goes well: the job must finish, and no rank may be left waiting before."""
-        self.cluster.failing = 0.0
+        self.cluster.failing = self.cluster.full_disk = 0.0
         while self.cluster.controller.outcome is None:
             moves = self.cluster.moves()
             assert moves, self.cluster.controller.waits()
@@ -160,3 +177,24 @@ def test_a_fresh_controller_gives_the_same_commands_for_the_same_events(mode, da
         again = fresh.handle(event, now)
         assert again == commands
         assert [encode(command) for command in again] == [encode(command) for command in commands]
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_attempts_that_are_killed_in_storms_or_asked_to_stop_are_one_run(mode, data):
+    job = msgspec.structs.replace(data.draw(small_jobs(mode)), checkpoint_every=data.draw(st.integers(0, 2)))
+    random = Random(data.draw(st.integers(0, 2**32), label="seed"))
+    storm = Storm(job, random, calm=data.draw(st.sampled_from([0.6, 0.9, 0.97])))
+    for moves in data.draw(st.lists(st.integers(0, STORM_MOVES), min_size=1, max_size=4)):
+        storm.rage(moves)
+        if storm.cluster.controller.outcome is None and random.random() < 0.5:
+            storm._send(StopRequested("time limit", save=True))
+            storm.rage(random.randint(0, 20))
+            if random.random() < 0.5:
+                storm.settle_down()
+        if storm.cluster.controller.outcome in ("finished", "failed"):
+            break
+        storm.next_attempt()
+    storm.settle_down()
+    assert storm.cluster.controller.outcome in ("finished", "requeue") or storm.out_of_relays
