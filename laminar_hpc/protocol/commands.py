@@ -59,6 +59,13 @@ class Publish(Command, frozen=True):
     step: int
 
 
+class Checkpoint(Command, frozen=True):
+    """All trainers write their states, as they are after `step`, to files in `directory`, and train on meanwhile."""
+
+    step: int
+    directory: str
+
+
 class Share(msgspec.Struct, frozen=True):
     """Digests of trainer `rank`'s shard: one of its part of each chunk that has one, in order ("": verification is off)."""
 
@@ -220,6 +227,7 @@ AnyCommand = (
     | Pull
     | Train
     | Publish
+    | Checkpoint
     | Broadcast
     | Drop
     | Release

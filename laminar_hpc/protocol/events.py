@@ -158,6 +158,19 @@ class Trained(RankEvent, frozen=True):
     metrics: dict[str, float]
 
 
+class StateWritten(RankEvent, frozen=True):
+    """A trainer's state after `step` is on the disk, `nbytes` bytes, `seconds` after its worker was asked for it.
+
+    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still.
+    """
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+    stall_s: float = 0.0
+
+
 class RankLost(RankEvent, frozen=True):
     """The worker or the rank is gone; all it held is lost, what it streamed is in the store."""
 
@@ -195,6 +208,7 @@ AnyEvent = (
     | WentToTool
     | CameFromTool
     | Trained
+    | StateWritten
     | RankLost
     | StopRequested
     | JobFailed
