@@ -159,12 +159,16 @@ class Trained(RankEvent, frozen=True):
 
 
 class StateWritten(RankEvent, frozen=True):
-    """A trainer's part of the checkpoint of `step` is on disk; where `error` is not "", it is not, for that reason."""
+    """A trainer's state after `step` is on the disk, `nbytes` bytes, `seconds` after its worker was asked for it.
+
+    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still.
+    """
 
     step: int
     seconds: float
     nbytes: int
     error: str = ""
+    stall_s: float = 0.0
 
 
 class RankLost(RankEvent, frozen=True):

@@ -366,23 +366,36 @@ class Graded(Message, frozen=True):
 # --- a trainer's driver <-> its worker ------------------------------------------------------------------------------
 
 
+class Resume(msgspec.Struct, frozen=True):
+    """Where the trainers' states after `step` are: a directory that each of them has written its own to."""
+
+    directory: str
+    step: int
+
+
 class StartTrainer(Message, frozen=True):
-    """First message to a trainer worker: the resolved config as JSON, and its place among the trainers."""
+    """First message to a trainer worker: the resolved config as JSON, and its place among the trainers.
+
+    With `resume` it goes on from there, else it begins with the checkpoint at `model.path`.
+    """
 
     config: bytes
     trainer: int
     trainers: int
+    resume: Resume | None = None
 
 
 class TrainerUp(Message, frozen=True):
     """The trainer holds the checkpoint. The manifest is the same on all trainers; `tiles` are what this one publishes.
 
-    The manifest's `chunk_bytes` is 0: it is chosen when the links are measured (`Layout`).
+    The manifest's `chunk_bytes` is 0: it is chosen when the links are measured (`Layout`). A copy of the trainer's state, for
+    `SaveState`, takes `state_bytes` of the host's memory.
     """
 
     manifest: Manifest
     tiles: list[Tile]
     seconds: float
+    state_bytes: int = 0
 
 
 class TrainOn(Message, frozen=True):
@@ -421,6 +434,27 @@ class WeightsWritten(Message, frozen=True):
 
     version: int
     seconds: float
+
+
+class SaveState(Message, frozen=True):
+    """Write the trainer's state as it is now, after step `step`, to a file in `directory`, and train on meanwhile."""
+
+    step: int
+    directory: str
+
+
+class StateSaved(Message, frozen=True):
+    """The state after `step` is on the disk, `nbytes` bytes, `seconds` after it was asked for; `stall_s` the worker stood still.
+
+    `error` is "" or the one-line reason why there is no such file. One state is written at a time: another one asked for
+    meanwhile is such an error.
+    """
+
+    step: int
+    seconds: float
+    nbytes: int
+    error: str = ""
+    stall_s: float = 0.0
 
 
 class WorkerError(Message, frozen=True):
@@ -496,6 +530,8 @@ AnyMessage = (
     | TrainedOn
     | WriteWeights
     | WeightsWritten
+    | SaveState
+    | StateSaved
     | WorkerError
     | BenchTask
     | BenchDone

@@ -1,4 +1,4 @@
-"""The trainer's loop: mini-batches and publications, in the order in which the manager asks for them.
+"""The trainer's loop: mini-batches, publications and checkpoints, in the order in which the manager asks for them.
 
 Training runs in a worker process, which is given all mini-batches of a step as their payload comes, or one publication, and
 answers each. This rank fetches the payload of the next mini-batches while the worker trains, keeps published weights in
@@ -16,8 +16,8 @@ from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Publish, Release, Train
-from laminar_hpc.protocol.events import Published, Trained, TrainerReady
+from laminar_hpc.protocol.commands import Checkpoint, Publish, Release, Train
+from laminar_hpc.protocol.events import Published, StateWritten, Trained, TrainerReady
 from laminar_hpc.protocol.peer import (
     ChunkRequest,
     Fetch,
@@ -26,8 +26,10 @@ from laminar_hpc.protocol.peer import (
     LeaseReturn,
     Lost,
     Rendezvous,
+    SaveState,
     Shard,
     StartTrainer,
+    StateSaved,
     TrainedOn,
     TrainerUp,
     TrainOn,
@@ -54,7 +56,7 @@ class TrainerLoop:
         self._publisher: Publisher | None = None
         self._worker_up = False
         self._stall_s: dict[int, float] = {}
-        self._work: deque[Train | Publish] = deque()
+        self._work: deque[Train | Publish | Checkpoint] = deque()
         self._payload: dict[tuple[int, int], list[list[Block]]] = {}
         self._asked: dict[int, tuple[int, int]] = {}
         self._requests = 0
@@ -78,7 +80,7 @@ class TrainerLoop:
             case Train():
                 self._work.append(message)
                 self._fetch(message)
-            case Publish():
+            case Publish() | Checkpoint():
                 self._work.append(message)
             case Fetched():
                 self._payload[self._asked.pop(message.request)] = message.blocks
@@ -124,6 +126,8 @@ class TrainerLoop:
                 return f"the payload of mini-batch {minibatch} of step {step} from the store"
             case Publish(version=version):
                 return f"memory to publish version {version}: relays still fetch older ones"
+            case Checkpoint(step=step):
+                return f"the end of what comes before the checkpoint of step {step}"
 
     def phase(self, busy: bool) -> str:
         """Of train, publish, wait: where its worker's time goes."""
@@ -209,7 +213,12 @@ class TrainerLoop:
                 if request is None:
                     return False
                 self._tell_worker(request)
-        self._begun.append(self._work.popleft())
+            case Checkpoint():  # nothing waits for its end: the worker copies its state before it does what comes next
+                self._tell_worker(SaveState(work.step, work.directory))
+                self._work.popleft()
+                return True
+        self._work.popleft()
+        self._begun.append(work)
         return True
 
     def _hear_worker(self) -> bool:
@@ -228,6 +237,8 @@ class TrainerLoop:
                     self._trained(message)
                 case WeightsWritten():
                     self._written(message)
+                case StateSaved():
+                    self._saved(message)
                 case WorkerError():
                     raise EngineError(
                         f"the trainer's worker failed: {message.text}; see {self._rank.log_path('worker')}"
@@ -272,6 +283,19 @@ class TrainerLoop:
         self._stall_s[message.version] = message.seconds
         self._require_publisher().written(message)
 
+    def _saved(self, message: StateSaved) -> None:
+        self._rank.tell_manager(
+            StateWritten(
+                rank=self._rank.world.rank,
+                incarnation=0,
+                step=message.step,
+                seconds=message.seconds,
+                nbytes=message.nbytes,
+                error=message.error,
+                stall_s=message.stall_s,
+            )
+        )
+
     def _tell_published(self, ready: Ready) -> None:
         self._rank.tell_manager(
             Published(
@@ -284,6 +308,6 @@ class TrainerLoop:
         )
 
 
-def _same_step(first: Train | Publish, second: Train | Publish) -> bool:
+def _same_step(first: Train | Publish, second: Train | Publish | Checkpoint) -> bool:
     """Whether both are mini-batches of one step."""
     return isinstance(first, Train) and isinstance(second, Train) and first.step == second.step

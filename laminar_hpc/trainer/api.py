@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -29,6 +29,23 @@ class Sequence(msgspec.Struct, frozen=True):
     version: int | None = None
     proximal_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """What a trainer trains on from as if it had never stopped, beside its config and the model at `model.path`.
+
+    `steps` is how many steps its optimizer has made: the place in the schedule of the learning rate, and Adam's own count.
+    `tensors`, float32, are its part of the master weights and of Adam's moments. They are complete once `wait` has returned,
+    which another thread may call (None: they are).
+
+    All else follows. Weights of another type are the master weights rounded; the reference model is that at `model.path`, and
+    is loaded from there again; log-probabilities from before a step's first update live no longer than the step; nothing
+    in training is random. A count of steps in a row that trained nothing begins anew.
+    """
+
+    steps: int
+    tensors: Mapping[str, NDArray[np.float32]]
+    wait: Callable[[], object] | None = None
 
 
 class MiniBatchTotals(msgspec.Struct, frozen=True):
@@ -87,3 +104,16 @@ class TrainingEngine(Protocol):
         It needs no other trainer. None where the copy is complete; else what waits until it is, and may be called by
         another thread while the engine trains on.
         """
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of this trainer's tensors of `state`: all trainers together have all of the state, most of it once."""
+
+    def state(self) -> TrainerState:
+        """A copy in memory of the host of the state as it is now, between two calls of `train`; it needs no other trainer.
+
+        The next call writes over it.
+        """
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from `state`, with tensors of `state_shapes`; all trainers call it together, each with its own."""

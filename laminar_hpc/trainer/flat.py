@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from laminar_hpc.trainer.shared import MOMENTS
+
 NORM_RUN = 1 << 16
 """Numbers whose squares are summed in one go: on a CPU torch adds float32 up one by one, and over millions of them what a
 small term adds is rounded away; the norm of a model's gradients would be off by a percent."""
@@ -66,6 +68,17 @@ class FlatParameters:
         for parameter, master in zip(self._parameters, self.masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
+
+    def lay_moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Give Adam its moments, 0, in runs like `values`; the runs, float32 (N,), by Adam's names of them."""
+        runs = {moment: torch.zeros_like(self.values) for moment in MOMENTS}
+        first = 0
+        for master in self.masters:
+            end = first + master.numel()
+            for moment, run in runs.items():
+                optimizer.state[master][moment] = run[first:end].view(master.shape)
+            first = end
+        return runs
 
     def groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Parameter groups for an optimizer: matrices decay, biases and norms do not."""

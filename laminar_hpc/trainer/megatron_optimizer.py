@@ -8,11 +8,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from laminar_hpc.config import schema
+from laminar_hpc.trainer.api import TrainerState
+from laminar_hpc.trainer.host_copy import StateCopy
 from laminar_hpc.trainer.megatron_cpu import name_types_as_cuda
-from laminar_hpc.trainer.shared import StepCounter
+from laminar_hpc.trainer.shared import MOMENTS, StepCounter, prepare_adam
 
 
 class ShardOptimizer:
@@ -41,6 +43,29 @@ class ShardOptimizer:
         self._optimizer: Any = get_megatron_optimizer(options, [self.model], use_gloo_process_groups=False)
         for group in self._optimizer.param_groups:  # matrices decay, biases and norms do not
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        for part in self._optimizer.chained_optimizers:
+            prepare_adam(part.optimizer, 0)
+        self._copy = StateCopy(self._state_tensors(module))
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of `weight.P`, `exp_avg.P` and `exp_avg_sq.P` for each parameter P that this trainer has a run of: (its length,)."""
+        return self._copy.shapes
+
+    def state(self) -> TrainerState:
+        """A copy of this trainer's part of master weights and moments; the next call writes over it."""
+        return self._copy.take(self._steps.steps)
+
+    @torch.no_grad()
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from `state`; all trainers together: each replica has a part of what the others' weights are made of."""
+        self._copy.protect()
+        self._copy.put(state.tensors)
+        self._steps.steps = state.steps
+        for part in self._optimizer.chained_optimizers:
+            prepare_adam(part.optimizer, state.steps)
+            part._copy_main_params_to_model_params()
+        self.model.start_param_sync()
 
     def zero_gradients(self) -> None:
         """Before a mini-batch."""
@@ -62,10 +87,23 @@ class ShardOptimizer:
         norm = float(self._optimizer.get_grad_norm())
 
         def update() -> None:
+            self._copy.protect()
             self._clip(norm)
             self._optimizer.step_with_ready_grads()
 
         return self._steps.step(self._optimizer, norm, update)
+
+    def _state_tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """The runs of the optimizer, each a part of a parameter of `module` that the cut over the replicas has given it."""
+        found = {}
+        for name, parameter in module.named_parameters():
+            for part in self._optimizer.chained_optimizers:
+                if parameter in part.model_param_group_index_map:
+                    group, place = part.model_param_group_index_map[parameter]
+                    master = part.optimizer.param_groups[group]["params"][place]
+                    found[f"weight.{name}"] = master
+                    found |= {f"{moment}.{name}": part.optimizer.state[master][moment] for moment in MOMENTS}
+        return found
 
     def _clip(self, norm: float) -> None:
         limit = self._config.clip_grad_norm

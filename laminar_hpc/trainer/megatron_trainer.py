@@ -20,7 +20,7 @@ from torch import Tensor
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.peer import Manifest, Tile
-from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
+from laminar_hpc.trainer.api import MiniBatchTotals, Sequence, TrainerState
 from laminar_hpc.trainer.architecture import check_tensors, read_architecture
 from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches, pad, unpad
 from laminar_hpc.trainer.hf import check_model_directory
@@ -116,6 +116,20 @@ class MegatronTrainer:
     def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
         """Copy the bytes of `tiles` as the weights are now to `memory`; None, or what waits until that is done."""
         return self._writer.write(memory)
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the runs of master weights and moments that this trainer has in the distributed optimizer."""
+        return self._optimizer.state_shapes
+
+    def state(self) -> TrainerState:
+        """A copy of this trainer's part of the optimizer; the next call writes over it."""
+        return self._optimizer.state()
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from `state`; all trainers together, each with its own."""
+        self._writer.protect()
+        self._optimizer.load_state(state)
 
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
         counts = torch.tensor(count_trained(sequences), device=self._device)

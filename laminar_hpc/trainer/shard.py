@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,36 @@ from torch import Tensor
 from laminar_hpc.errors import EngineError
 from laminar_hpc.protocol.peer import Tile
 from laminar_hpc.weights.reshard import cut, cut_range, join
+
+
+class SideStream:
+    """Copies to memory of the host: from a GPU on a stream of their own beside the computation, else at once."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object] | None:
+        """To the first of each pair from the second, as it is now; None where that is done, else what waits until it is."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(self._stream)
+        return self._copied.synchronize
+
+    def protect(self) -> None:
+        """What the current stream is given from now on, it does after the last copy has read its sources."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
 
 
 class Source(NamedTuple):
@@ -52,11 +82,10 @@ class ShardWriter:
                 self._pieces.append(_piece(source, slice(begin - low, end - low), start, start + end - begin))
             done += source.tile.nbytes
         on_gpu = any(piece.data.is_cuda for piece in self._pieces)
-        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._side = SideStream(on_gpu)
         same = [piece for piece in self._pieces if piece.data.dtype == torch.uint8 and not on_gpu]
         self._arrays = [(piece.place, piece.data.numpy()) for piece in same]
         self._tensors = [piece for piece in self._pieces if piece.data.dtype != torch.uint8 or on_gpu]
-        self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def write(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
@@ -66,26 +95,14 @@ class ShardWriter:
         """
         if memory.nbytes != self.nbytes:
             raise EngineError(f"trainer: the shard has {self.nbytes} bytes, the memory for it {memory.nbytes}")
+        for place, array in self._arrays:
+            memory[place] = array
         target = torch.from_numpy(memory)
-        if self._stream is None:
-            for place, array in self._arrays:
-                memory[place] = array
-            for piece in self._tensors:
-                target[piece.place].view(piece.dtype).copy_(piece.data)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for piece in self._tensors:
-                target[piece.place].view(piece.dtype).copy_(piece.data, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(self._stream)
-        return self._copied.synchronize
+        return self._side.copy((target[piece.place].view(piece.dtype), piece.data) for piece in self._tensors)
 
     def protect(self) -> None:
         """What the current stream is given from now on, it does after the last copy has read the weights."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        self._side.protect()
 
 
 class _Piece(NamedTuple):

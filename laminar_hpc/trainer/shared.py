@@ -13,6 +13,9 @@ from torch import Tensor
 from laminar_hpc.config import schema
 from laminar_hpc.trainer.schedule import learning_rate
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's two, by the names that torch and Transformer Engine give them."""
+
 
 def trainer_device(trainer: int) -> torch.device:
     """Where trainer number `trainer` computes: a GPU of its node if there is one."""
@@ -26,7 +29,8 @@ class StepCounter:
 
     def __init__(self, config: schema.Trainer) -> None:
         self._config = config
-        self._steps = 0
+        self.steps = 0
+        """Steps that were made."""
 
     def step(self, optimizer: Any, norm: float, update: Callable[[], None]) -> dict[str, float]:
         """Call `update`, which steps, unless `norm`, the gradient's, is not finite; `optimizer` has the groups with the rates.
@@ -34,13 +38,31 @@ class StepCounter:
         Returns `grad_norm` (infinite where it is not finite), `learning_rate`, and `skipped`, 1 where no step was made.
         """
         finite = math.isfinite(norm)
-        rate = learning_rate(self._config, self._steps)
+        rate = learning_rate(self._config, self.steps)
         if finite:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             update()
-            self._steps += 1
+            self.steps += 1
         return {"grad_norm": norm if finite else math.inf, "learning_rate": rate, "skipped": float(not finite)}
+
+
+def prepare_adam(optimizer: Any, steps: int) -> None:
+    """Let Adam count on from `steps`, with moments of 0 where it has none yet, which it would make at its first step.
+
+    torch's AdamW counts for each parameter, in a float32 tensor; Transformer Engine's fused Adam once for each group.
+    """
+    counts_by_parameter = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        if not counts_by_parameter:
+            group["step"] = steps
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for moment in MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter.detach())
+            if counts_by_parameter:
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
 
 
 class Reference:

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.peer import Manifest, Tile
-from laminar_hpc.trainer.api import MiniBatchTotals, Sequence
+from laminar_hpc.trainer.api import MiniBatchTotals, Sequence, TrainerState
 from laminar_hpc.trainer.batch import PaddedBatch, count_trained, micro_batches, pad, unpad
 from laminar_hpc.trainer.flat import FlatParameters
 from laminar_hpc.trainer.hf import load_model, model_manifest
+from laminar_hpc.trainer.host_copy import StateCopy
 from laminar_hpc.trainer.loss import MAXIMA, SUMMED, mini_batch_metrics, policy_loss, token_batch, token_entropy
 from laminar_hpc.trainer.shard import ShardWriter, Source
-from laminar_hpc.trainer.shared import Reference, StepCounter, reference_in_place, trainer_device
-from laminar_hpc.weights.reshard import whole_tensor
+from laminar_hpc.trainer.shared import Reference, StepCounter, prepare_adam, reference_in_place, trainer_device
+from laminar_hpc.weights.reshard import cut_range, whole_tensor
 
 
 class TorchTrainer:
@@ -37,7 +38,7 @@ class TorchTrainer:
         """Load the checkpoint at `config.model.path`; ConfigError where it is not sound."""
         self._config = config.trainer
         self._temperature = config.rollout.temperature or 1.0  # greedy tokens carry log-probabilities at temperature 1
-        self._distributed = trainers > 1
+        self._trainers = trainers
         self._device = trainer_device(trainer)
         self.model: Any = load_model(config.model.path, config.model.dtype).to(self._device)
         self.model.eval()  # no dropout: the ratio compares two policies, not two noises
@@ -51,6 +52,10 @@ class TorchTrainer:
             betas=(config.trainer.adam_beta1, config.trainer.adam_beta2),
         )
         self._steps = StepCounter(config.trainer)
+        self._runs = {"weight": self._flat.values, **self._flat.lay_moments(self._optimizer)}
+        prepare_adam(self._optimizer, 0)
+        own = self._cut(trainer)
+        self._copy = StateCopy({name: run[own] for name, run in self._runs.items()})
         self._manifest = model_manifest(self.model)
         parameters: dict[str, Tensor] = dict(self.model.named_parameters())
         entries = [entry for entry in self._manifest.tensors if entry.nbytes]
@@ -84,7 +89,7 @@ class TorchTrainer:
             micro_sums, micro_maxima = self._backward(micro_batch, totals, version)
             sums += micro_sums
             maxima = torch.maximum(maxima, micro_maxima)
-        if self._distributed:
+        if self._trainers > 1:
             dist.all_reduce(self._flat.gradients)
             dist.all_reduce(sums)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
@@ -113,9 +118,36 @@ class TorchTrainer:
         """Copy the bytes of `tiles` as the weights are now to `memory`; None, or what waits until that is done."""
         return self._writer.write(memory)
 
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of `weight`, `exp_avg` and `exp_avg_sq`, each (n,): the parameters in the order of the image, cut over the trainers."""
+        return self._copy.shapes
+
+    def state(self) -> TrainerState:
+        """A copy of this trainer's part of what all of them hold; the next call writes over it."""
+        return self._copy.take(self._steps.steps)
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from `state`; all trainers together, each of which has a part of it."""
+        self._writer.protect()
+        self._copy.protect()
+        self._copy.put(state.tensors)
+        if self._trainers > 1:
+            for run in self._runs.values():
+                for trainer in range(self._trainers):
+                    dist.broadcast(run[self._cut(trainer)], src=trainer)
+        self._steps.steps = state.steps
+        prepare_adam(self._optimizer, state.steps)
+        self._flat.spread_values()
+
+    def _cut(self, trainer: int) -> slice:
+        """Which numbers of a run are in the state of this trainer."""
+        low, high = cut_range(self._flat.values.nbytes, self._trainers, trainer)
+        return slice(low // self._flat.values.itemsize, high // self._flat.values.itemsize)
+
     def _totals(self, sequences: list[Sequence]) -> MiniBatchTotals:
         counts = torch.tensor(count_trained(sequences), device=self._device)
-        if self._distributed:
+        if self._trainers > 1:
             dist.all_reduce(counts)
         return MiniBatchTotals(sequences=int(counts[0]), tokens=int(counts[1]))
 
@@ -171,5 +203,6 @@ class TorchTrainer:
 
     def _update(self) -> None:
         self._writer.protect()
+        self._copy.protect()
         self._optimizer.step()
         self._flat.spread_values()

@@ -4,7 +4,8 @@ Where a loss needs log-probabilities from before a step's first update, the step
 first, and then trained on one by one.
 
 Weights are copied to memory that the driver lends. Where a GPU copies them by itself, a thread waits for it and says so,
-before the answer to whatever the driver has asked for next.
+before the answer to whatever the driver has asked for next. A state is copied at once and written to disk in a thread of
+its own, however long that takes.
 
 With several trainers their workers form one process group of torch.distributed. Where they meet is passed on by the
 drivers: the first worker opens a store and says its address, the others are told it.
@@ -13,6 +14,7 @@ drivers: the first worker opens a store and says its address, the others are tol
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +30,7 @@ from laminar_hpc.process.channel import Channel
 from laminar_hpc.process.memory import map_for_good
 from laminar_hpc.protocol.peer import (
     Rendezvous,
+    SaveState,
     Shutdown,
     StartTrainer,
     TrainedOn,
@@ -47,8 +50,13 @@ SKIPPED_STEPS = 10
 One can come from a batch; weights that have become infinite never train again.
 """
 
+STATE_BYTES = 4
+"""Of each number of a trainer's state."""
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from laminar_hpc.trainer.saver import StateSaver
 
 
 def main(channel: Channel) -> None:
@@ -56,12 +64,19 @@ def main(channel: Channel) -> None:
     start = channel.receive(None)
     if not isinstance(start, StartTrainer):
         raise ProtocolError(f"trainer worker: expected StartTrainer, got {type(start).__name__}")
+    from laminar_hpc.trainer.checkpoint import origin_of, read_state
+    from laminar_hpc.trainer.saver import StateSaver
+
     begun_s = time.monotonic()
     config = Config.model_validate_json(start.config)
     _join(channel, config, start.trainer, start.trainers)
     engine = build_trainer(config, start.trainer, start.trainers)
-    channel.send(TrainerUp(engine.manifest, engine.tiles, time.monotonic() - begun_s))
-    _Service(channel, config, engine).run()
+    origin = origin_of(config, start.trainer, start.trainers, engine.manifest)
+    if start.resume is not None:
+        engine.load_state(read_state(start.resume.directory, start.resume.step, origin, engine.state_shapes))
+    state_bytes = sum(STATE_BYTES * math.prod(shape) for shape in engine.state_shapes.values())
+    channel.send(TrainerUp(engine.manifest, engine.tiles, time.monotonic() - begun_s, state_bytes))
+    _Service(channel, config, engine, StateSaver(engine, origin, channel.send)).run()
 
 
 class Patience:
@@ -85,8 +100,9 @@ class Patience:
 class _Service:
     """Requests of the driver, one after the other; a step that is scored first is collected whole."""
 
-    def __init__(self, channel: Channel, config: Config, engine: TrainingEngine) -> None:
+    def __init__(self, channel: Channel, config: Config, engine: TrainingEngine, saver: StateSaver) -> None:
         self._channel = channel
+        self._saver = saver
         self._config = config
         self._engine = engine
         self._shard_bytes = sum(tile.nbytes for tile in engine.tiles)
@@ -106,8 +122,11 @@ class _Service:
                     self._train(message)
                 case WriteWeights():
                     self._write(message)
+                case SaveState():
+                    self._saver.save(message)
                 case Shutdown():
                     self._await_copy()
+                    self._saver.finish()
                     return
                 case _:
                     raise ProtocolError(f"trainer worker: unexpected {type(message).__name__}")

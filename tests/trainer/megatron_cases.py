@@ -109,7 +109,12 @@ class Case(msgspec.Struct, frozen=True):
     steps: int = 1
     reference: bool = False
     """Whether the reference model is scored after the steps."""
+    resume: bool = False
+    """Whether the state is saved then, and training goes on for as many steps, with and without a new start from it."""
 
+
+WARMING = {"warmup_steps": 4}
+"""Learning rates of four steps differ."""
 
 CASES = {
     "llama": Case("llama"),
@@ -121,6 +126,11 @@ CASES = {
     "selective_recompute": Case("llama", (Cut(2, 1, 1),), {"recompute": "selective"}),
     "reference": Case("qwen2", (Cut(2, 2, 1),), {"kl_coefficient": 0.1}, reference=True),
     "bfloat16": Case("qwen2", (Cut(1, 1, 1), Cut(2, 1, 1), Cut(1, 2, 2)), dtype="bfloat16", steps=2),
+    "resume": Case(
+        "qwen2", (Cut(1, 1, 1), Cut(2, 1, 1), Cut(1, 2, 1), Cut(1, 1, 2), Cut(2, 2, 2)), WARMING, steps=2, resume=True
+    ),
+    "resume_untied": Case("qwen3", (Cut(2, 2, 1),), WARMING, steps=2, resume=True),
+    "resume_bfloat16": Case("qwen2", (Cut(1, 1, 2), Cut(2, 1, 1)), WARMING, dtype="bfloat16", steps=2, resume=True),
 }
 
 

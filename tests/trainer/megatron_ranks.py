@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,7 +23,9 @@ from megatron_cases import CASES, CUTS, Case, Cut, case_config, own_sequences
 from numpy.typing import NDArray
 from published import publish
 from safetensors.numpy import save_file
+from trainer_cases import through_a_file
 
+from laminar_hpc.trainer.checkpoint import origin_of
 from laminar_hpc.trainer.megatron_trainer import MegatronTrainer
 
 DEADLINE_S = 300.0
@@ -50,6 +53,7 @@ def run_case(path: str, result: str, cut: Cut, case: Case, rank: int) -> None:
     tensors = {"before": before, "scores": joined(trainer.score(sequences))}
     tensors["tiles"] = np.array([msgspec.structs.astuple(tile) for tile in tiles], dtype=np.int64).reshape(-1, 6)
     tensors["nbytes"] = np.array([trainer.manifest.nbytes])
+    tensors["parameters"] = np.array([sum(parameter.numel() for parameter in trainer.module.parameters())])
     runs = AttentionRuns(trainer)
     metrics = [trainer.train(sequences, version=3) for _ in range(case.steps)]
     tensors["attention_runs"] = np.array([runs.count])
@@ -57,9 +61,31 @@ def run_case(path: str, result: str, cut: Cut, case: Case, rank: int) -> None:
     if case.reference:
         tensors["reference"] = joined(trainer.score(sequences, reference=True))
         tensors["again"] = publish(trainer)[1]
+    if case.resume:
+        tensors |= go_on(trainer, path, f"{result}.state", cut, case, rank)
     save_file(tensors, result)
     with open(f"{result}.json", "w", encoding="utf-8") as file:
         json.dump(metrics, file)
+
+
+def go_on(
+    trainer: MegatronTrainer, path: str, state: str, cut: Cut, case: Case, rank: int
+) -> dict[str, NDArray[np.uint8]]:
+    """Train on, and have a fresh trainer do the same from the saved state: what both publish before and after.
+
+    The fresh one lives in the same process, and so in the same groups.
+    """
+    config = case_config(path, cut, case)
+    fresh = MegatronTrainer(config, rank, cut.trainers)
+    through_a_file(trainer, fresh, Path(state), origin_of(config, rank, cut.trainers, trainer.manifest))
+    tensors = {"loaded": publish(fresh)[1]}
+    sequences = own_sequences(case, cut, rank)
+    for name, one in (("unbroken", trainer), ("resumed", fresh)):
+        for _ in range(case.steps):
+            one.train(sequences, version=3)
+        tensors[name] = publish(one)[1]
+    assert trainer.state().steps == fresh.state().steps == 2 * case.steps
+    return tensors
 
 
 class AttentionRuns:

@@ -43,6 +43,10 @@ RECOMPUTING = [
     for cut in CASES[name].cuts
 ]
 
+RESUMING = [
+    pytest.param(name, cut, id=f"{name}-{cut.name}") for name, case in CASES.items() if case.resume for cut in case.cuts
+]
+
 
 class Outcome:
     """What the ranks of one cut left of a case."""
@@ -208,6 +212,27 @@ def test_bfloat16_rounds_float32_masters(singles: dict[str, Single], results: Pa
     # two steps of at most 1.5e-3 each; masters agree to that, and rounding to 8 bits adds at most 2^-8 of a weight below 2
     assert np.abs(after - bfloat16(single.after)).max() < 3e-3 + 2.0**-7
     assert outcome.metrics[0][0]["loss"] == pytest.approx(single.metrics[0]["loss"], abs=2e-2)
+
+
+@pytest.mark.parametrize(("name", "cut"), RESUMING)
+def test_training_goes_on_from_a_state_as_if_it_had_never_stopped(results: Path, name: str, cut: Cut) -> None:
+    outcome = Outcome(results, name, cut)
+    assert np.array_equal(outcome.image("loaded"), outcome.image("after"))
+    assert not np.array_equal(outcome.image("unbroken"), outcome.image("after"))
+    assert np.array_equal(outcome.image("resumed"), outcome.image("unbroken"))
+
+
+@pytest.mark.parametrize(("name", "cut"), RESUMING)
+def test_each_number_of_the_state_is_in_one_of_the_replicas_files(results: Path, name: str, cut: Cut) -> None:
+    # master weights and both moments of every parameter of this tensor rank and stage, cut over the replicas
+    outcome = Outcome(results, name, cut)
+    found: dict[int, int] = {}
+    for trainer in range(cut.trainers):
+        state = load_file(results / f"{cut.name}-{name}-{trainer}.state" / f"trainer-{trainer}.safetensors")
+        place = trainer if cut.replicas == 1 else trainer - cut.replica(trainer) * cut.tensor
+        found[place] = found.get(place, 0) + sum(tensor.size for tensor in state.values())
+    expected = [3 * int(tensors["parameters"][0]) for tensors in outcome.tensors]
+    assert [found[place] for place in sorted(found)] == [expected[place] for place in sorted(found)]
 
 
 @pytest.mark.gpu

@@ -82,8 +82,11 @@ def test_gradients_do_not_depend_on_micro_batches(model_path: str, aggregation: 
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[dict[str, Any], Any]]]:
-    """For each of `CASES` what each of two ranks had at the end: its tensors and its metrics."""
+def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each of `CASES` what each of two ranks had at the end: its tensors and its metrics.
+
+    "unbroken" and "resumed" are its weights after four steps without and with a saved state between, "state" is that one.
+    """
     program, directory = str(Path(__file__).with_name("data_parallel_rank.py")), tmp_path_factory.mktemp("ranks")
     ranks = [
         subprocess.Popen(
@@ -100,10 +103,14 @@ def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return {
+    found: dict[str, Any] = {
         name: [(load_file(directory / f"{name}-{rank}"), json.loads(lines[rank][place])) for rank in range(2)]
         for place, name in enumerate(CASES)
     }
+    for name in ("unbroken", "resumed"):
+        found[name] = [load_file(directory / f"{name}-{rank}") for rank in range(2)]
+    found["state"] = [load_file(directory / "state" / f"trainer-{rank}.safetensors") for rank in range(2)]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,6 +123,24 @@ def test_two_ranks_do_what_one_does(model_path: str, two_ranks: dict[str, Any], 
     summed = {key.removeprefix("gradient."): value for key, value in first.items() if key.startswith("gradient.")}
     assert largest_difference(summed, trainer.gradients()) < 1e-6
     assert first_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+def test_two_ranks_go_on_from_their_parts_of_the_state(model_path: str, two_ranks: dict[str, Any]) -> None:
+    unbroken, resumed, state = two_ranks["unbroken"], two_ranks["resumed"], two_ranks["state"]
+    assert largest_difference(unbroken[0], load_file_of(model_path, unbroken[0])) > 1e-3
+    for rank in range(2):
+        assert largest_difference(unbroken[0], unbroken[rank]) == 0.0
+        assert largest_difference(unbroken[0], resumed[rank]) == 0.0
+    parameters = sum(tensor.numel() for tensor in unbroken[0].values())
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        assert sum(part[name].numel() for part in state) == parameters
+        assert abs(state[0][name].numel() - state[1][name].numel()) <= 16
+
+
+def load_file_of(path: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's tensors of the same names."""
+    model = dict(load_model(path, "float32").named_parameters())
+    return {name: model[name].detach() for name in tensors}
 
 
 def test_padding_does_not_matter(model_path: str) -> None:

@@ -12,7 +12,8 @@ from plain_formulas import PlainSequence, plain_loss
 from laminar_hpc.config import schema
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.trajectory import Block, Source
-from laminar_hpc.trainer.api import Sequence
+from laminar_hpc.trainer.api import Sequence, TrainingEngine
+from laminar_hpc.trainer.checkpoint import Origin, read_state, write_state
 from laminar_hpc.trainer.tiny import character_tokenizer
 
 VOCABULARY = 99
@@ -81,6 +82,15 @@ def mini_batch() -> list[Sequence]:
         tokens = rng.integers(3, VOCABULARY, length)
         sequences.append(Sequence(tokens, logprobs, mask, advantage))
     return sequences
+
+
+def through_a_file(engine: TrainingEngine, fresh: TrainingEngine, directory: Path, origin: Origin) -> None:
+    """Have `fresh` go on from the state of `engine`, by way of the disk; the step is 2."""
+    state = engine.state()
+    if state.wait is not None:
+        state.wait()
+    write_state(str(directory), origin, 2, state)
+    fresh.load_state(read_state(str(directory), 2, origin, fresh.state_shapes))
 
 
 def blocks_of(trajectory: int, sequence: Sequence, version: int = 1) -> list[Block]:
