@@ -52,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(run=_run)
 
+    resume = commands.add_parser("resume", help="go on with a run that has stopped, from its newest checkpoint")
+    resume.add_argument("run_dir", help="the run's directory")
+    resume.set_defaults(run=_resume)
+
     report = commands.add_parser("report", help="tables on the terminal, figures and an HTML page from a run's record")
     report.add_argument("run_dir", help="a run directory; the run may still be going on")
     report.add_argument("--out", help="where the page and figures go (default: RUN_DIR/report)")
@@ -116,6 +120,21 @@ def _run(options: argparse.Namespace) -> int:
         print(shlex.join(["env", *settings, *line]))
         return 0
     return run(config)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from laminar_hpc.launch.local import check_resumable, resume
+    from laminar_hpc.launch.mpiexec import check_machine
+    from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
+    from laminar_hpc.runtime.paths import read_config
+
+    config = read_config(os.path.abspath(options.run_dir))
+    check_resumable(config.run_dir)
+    check_machine(config)
+    check_parts(config)
+    check_memory_here(config)
+    attempt, _ = resumed(config)
+    return resume(config, attempt)
 
 
 def _report(options: argparse.Namespace) -> int:

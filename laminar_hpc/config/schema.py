@@ -294,6 +294,19 @@ class Record(Section):
     """Keep the tokens of finished trajectories."""
 
 
+class Checkpoint(Section):
+    """What a run can be resumed from, in `run_dir`/checkpoints."""
+
+    every: Count = 0
+    """A checkpoint every so many steps, and after the last one (0: none but those on being asked to stop)."""
+    on_stop: bool = True
+    """SIGTERM and SIGUSR1 end the step, write a checkpoint and end the job as "requeue", for `laminar resume`."""
+    keep: Positive = 2
+    """How many are kept."""
+    grace_s: Seconds = 120.0
+    """How long a job that is to stop may take to end its step and write; then it ends without a checkpoint."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -309,6 +322,7 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     weights: Weights = Weights()
     record: Record = Record()
+    checkpoint: Checkpoint = Checkpoint()
 
     @model_validator(mode="after")
     def _check(self) -> Config:

@@ -34,7 +34,7 @@ from laminar_hpc.control.experience import Experience
 from laminar_hpc.control.fleet import Member, Rollout, Trainer
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.settlement import Settlement
-from laminar_hpc.control.snapshot import Snapshot, capture, restore
+from laminar_hpc.control.snapshot import Snapshot, capture, kept_trajectories, restore
 from laminar_hpc.control.state import JobState
 from laminar_hpc.control.training import Training
 from laminar_hpc.control.waits import describe_waits
@@ -203,11 +203,14 @@ class Controller:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> bytes:
-        """The books, for the checkpoint that the last commands ask for (control.snapshot.Snapshot in MessagePack)."""
+    def snapshot(self) -> tuple[bytes, set[int]]:
+        """The books, for the checkpoint that the last commands ask for, and the trajectories whose payload belongs to it.
+
+        The books are a control.snapshot.Snapshot in MessagePack.
+        """
         experience = self._experience
         books = capture(self._state, self._training.steps_done, experience.uniform_groups, experience.fruitless_groups)
-        return msgspec.msgpack.encode(books)
+        return msgspec.msgpack.encode(books), kept_trajectories(books)
 
     def _resume(self, event: Resumed, now: float) -> list[Command]:
         if self._begun:

@@ -1,4 +1,4 @@
-"""`laminar run`: prepare the run directory, start the job on this machine, show how it goes, say how it ended."""
+"""`laminar run` and `laminar resume`: start the job on this machine, show how it goes, say how it ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from types import FrameType
 from rich.console import Console
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import RecordError
+from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.launch.mpiexec import Launch, command_line, environment
 from laminar_hpc.record.status import Status, read_status, was_killed, write_status
 from laminar_hpc.runtime.paths import RunPaths, create_run_dir
 
 EXIT_FAILED = 1
+EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 
 ORDERLY_END_S = 6.0
@@ -32,16 +33,41 @@ LAST_WORD_S = 5.0
 
 
 def run(config: Config) -> int:
-    """Run the job to its end; the exit code is 0 where its status file says "finished"."""
+    """Make the run directory, and run the job to its end; the exit code is 0 where its status file says "finished".
+
+    It is 75 (EX_TEMPFAIL) where the job was asked to stop and can be resumed.
+    """
     create_run_dir(config)
-    line = command_line(config, ["--run-dir", config.run_dir])
+    return _run(config, ["--run-dir", config.run_dir])
+
+
+def resume(config: Config, attempt: int) -> int:
+    """Start attempt `attempt` at a run, from its newest checkpoint; exit codes as of `run`."""
+    status = Status.blank()
+    status.reason, status.attempt = "starting again", attempt
+    write_status(config.run_dir, status)  # how the attempt before ended is not how this one does
+    return _run(config, ["--run-dir", config.run_dir, "--resume"])
+
+
+def check_resumable(run_dir: str) -> None:
+    """ConfigError where the run is going on, as far as its status file and this host tell."""
+    try:
+        status = read_status(run_dir)
+    except RecordError as error:
+        raise ConfigError(str(error)) from error
+    if status is not None and not status.over and not was_killed(status):
+        raise ConfigError(f"{run_dir}: the run is going on: process {status.pid} on {status.host} says so")
+
+
+def _run(config: Config, arguments: list[str]) -> int:
+    line = command_line(config, arguments)
     console = Console(highlight=False)
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
         console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
         job = Launch(line, environment(os.environ))
         try:
-            _follow(job, config.run_dir, interrupts, console)
+            _follow(job, config, interrupts, console)
         finally:
             job.end(
                 signal.SIGKILL
@@ -50,6 +76,8 @@ def run(config: Config) -> int:
     _print_summary(status, config.run_dir, console)
     if status.state == "finished":
         return 0
+    if status.state == "requeue":
+        return EXIT_REQUEUE
     return EXIT_INTERRUPTED if interrupts.received else EXIT_FAILED
 
 
@@ -74,9 +102,10 @@ class _Interrupts:
         self.received = signal.Signals(number)
 
 
-def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console) -> None:
+def _follow(job: Launch, config: Config, interrupts: _Interrupts, console: Console) -> None:
     """Pass on what the job prints, with the state of the run below it on a terminal, until mpiexec has ended."""
     interrupted_at: float | None = None
+    run_dir = config.run_dir
     over_since = time.monotonic()
     live = console.status("starting") if console.is_terminal else contextlib.nullcontext()
     with selectors.DefaultSelector() as selector, live as display:
@@ -103,8 +132,13 @@ def _follow(job: Launch, run_dir: str, interrupts: _Interrupts, console: Console
                 if interrupted_at is None:
                     interrupted_at = now
                     _ask_to_end(job, run_dir, interrupts.received)
-                elif now - interrupted_at > ORDERLY_END_S:
+                elif now - interrupted_at > ORDERLY_END_S + _grace_s(config, interrupts.received):
                     job.end(signal.SIGKILL)
+
+
+def _grace_s(config: Config, number: signal.Signals) -> float:
+    """How long the job may take to write a checkpoint before it ends."""
+    return config.checkpoint.grace_s if config.checkpoint.on_stop and number is not signal.SIGINT else 0.0
 
 
 def _ask_to_end(job: Launch, run_dir: str, number: signal.Signals) -> None:

@@ -15,6 +15,8 @@ are there: an event before its commands, a hand-out before its trajectories, tho
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import numpy as np
 
@@ -512,6 +514,12 @@ def tables_of(role: str) -> list[Table]:
     if role not in PHASES and role != BENCH:
         raise ValueError(f"unknown role {role!r}; roles with a record are {', '.join((*PHASES, BENCH))}")
     return [table for table in TABLES.values() if role in table.roles]
+
+
+def attempt_of(name: str) -> int | None:
+    """The attempt that a file of this name is of; None where it is no record's name."""
+    match = re.fullmatch(r"attempt-(\d+)\.rank-\d+\.[a-z_]+\.h5", name)
+    return None if match is None else int(match[1])
 
 
 def file_name(role: str, rank: int, attempt: int) -> str:

@@ -13,8 +13,11 @@ from laminar_hpc.errors import RecordError
 FILE_NAME = "status.json"
 
 RUNNING = "running"
-STATES = (RUNNING, "finished", "stopped", "failed", "stalled", "interrupted")
-"""How a run can stand. All but the first are ends; those from finished to stalled are the outcomes of `EndJob`."""
+STATES = (RUNNING, "finished", "stopped", "requeue", "failed", "stalled", "interrupted")
+"""How a run can stand. All but the first are ends; those from finished to stalled are the outcomes of `EndJob`.
+
+"requeue": it was asked to stop, has written a checkpoint, and is to be resumed.
+"""
 
 
 class Status(msgspec.Struct, kw_only=True):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
+from laminar_hpc.runtime.checkpoint import newest_checkpoint, read_books
 from laminar_hpc.runtime.memory import GIB, TRAINER_SLOTS, available_bytes
-from laminar_hpc.runtime.paths import check_new_run_dir
+from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir
 from laminar_hpc.tasks.build import check_task
 from laminar_hpc.trainer.architecture import check_megatron
+from laminar_hpc.trainer.checkpoint import check_states
 from laminar_hpc.trainer.hf import check_model_directory, tensor_files
 from laminar_hpc.weights.manifest import ITEM_BYTES
 
@@ -24,6 +28,27 @@ def check_run(config: Config) -> None:
     """ConfigError for the first thing that is wrong. Takes some seconds; imports neither torch nor MPI."""
     check_parts(config)
     check_new_run_dir(config.run_dir)
+
+
+def resumed(config: Config) -> tuple[int, Resume | None]:
+    """The number of the next attempt at a run, and the checkpoint that it goes on from (None: there is none yet).
+
+    ConfigError where a checkpoint is there that cannot be used, or that the config's trainers cannot go on from.
+    """
+    paths = RunPaths(config.run_dir)
+    saved, wrong = newest_checkpoint(paths.checkpoints)
+    for line in wrong:
+        print(f"laminar: passed over a damaged checkpoint: {line}", file=sys.stderr)
+    if saved is None:
+        return paths.next_attempt(), None
+    step = saved.manifest.step
+    check_states(saved.directory, step, config)
+    _, books = read_books(saved)
+    if books.step != step:
+        raise ConfigError(f"{saved.directory}: is of step {step}, its books are of step {books.step}")
+    if step >= config.control.steps and not books.evaluating:
+        raise ConfigError(f"control.steps: all {config.control.steps} steps of {config.run_dir} are done")
+    return paths.next_attempt(), Resume(saved.directory, step)
 
 
 def image_bytes(config: Config) -> int:

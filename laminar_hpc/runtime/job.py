@@ -16,8 +16,9 @@ from laminar_hpc.control.settings import Settings
 from laminar_hpc.errors import LaminarError, RecordError
 from laminar_hpc.policy.roles import Placement, Role, assign
 from laminar_hpc.process.worker import start_forkserver
+from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.status import read_status
-from laminar_hpc.runtime.check import check_run
+from laminar_hpc.runtime.check import check_run, resumed
 from laminar_hpc.runtime.paths import create_run_dir, read_config
 from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say, say_goodbye
 from laminar_hpc.runtime.recording import open_record
@@ -25,6 +26,8 @@ from laminar_hpc.runtime.settings import controller_settings
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: come back later. The job has written a checkpoint because it was asked to stop."""
 
 
 def main(arguments: list[str]) -> int:
@@ -37,8 +40,11 @@ def main(arguments: list[str]) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run-dir", help="a run directory that `laminar run` has made")
     which.add_argument("--config", help="a config file; the first rank makes the run directory")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --run-dir")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
+    if options.resume and not options.run_dir:
+        parser.error("--resume needs --run-dir")
     start_forkserver()  # before MPI: see process/worker.py
     from laminar_hpc.mpi.world import open_world
 
@@ -52,7 +58,8 @@ def main(arguments: list[str]) -> int:
         return EXIT_BAD_INPUT
     config = Config.model_validate_json(prepared.config)
     try:
-        return _be(Rank(config, prepared.settings, world, prepared.placements), may_be_stopped=bool(options.run_dir))
+        rank = Rank(config, prepared.settings, world, prepared.placements, prepared.resume)
+        return _be(rank, may_be_stopped=bool(options.run_dir))
     except LaminarError as error:
         say(f"laminar: rank {world.rank}: {error}", error=True)
         os._exit(EXIT_FAILED)  # without MPI_Finalize: the launcher then ends the other ranks, which know nothing of it
@@ -64,6 +71,7 @@ class _Prepared(msgspec.Struct):
     config: bytes = b""
     settings: Settings | None = None
     placements: list[Placement] = []
+    resume: Resume | None = None
     error: str = ""
 
 
@@ -74,8 +82,9 @@ def _prepare(options: argparse.Namespace, nodes: list[str], switches: dict[str, 
         if not options.run_dir:
             check_run(config)
             create_run_dir(config)
-        settings = controller_settings(config, 0, placements, switches)
-        return _Prepared(config.model_dump_json().encode(), settings, placements)
+        attempt, resume = resumed(config) if options.resume else (0, None)
+        settings = controller_settings(config, attempt, placements, switches)
+        return _Prepared(config.model_dump_json().encode(), settings, placements, resume)
     except LaminarError as error:
         return _Prepared(error=str(error))
 
@@ -99,6 +108,8 @@ def _be(rank: Rank, *, may_be_stopped: bool) -> int:
         good = ("finished", "stopped") if may_be_stopped else ("finished",)
         status = read_status(rank.config.run_dir)  # the only word on a job's outcome
         code = 0 if status is not None and status.state in good else EXIT_FAILED
+        if status is not None and status.state == "requeue":
+            code = EXIT_REQUEUE
     if not rank.world.finish(clean=leaving is Leaving.TOGETHER, timeout_s=FAREWELL_S):
         # MPI is in no state to be finalised, and the interpreter's own clean-up would do so.
         os._exit(EXIT_FAILED if leaving is Leaving.LOST else code)

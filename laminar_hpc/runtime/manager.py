@@ -7,16 +7,23 @@ moves.
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import cast
+
+import msgspec
 
 from laminar_hpc.control.controller import Controller
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.commands import (
+    Abandon,
     AnyCommand,
     Attach,
     Broadcast,
+    Checkpoint,
+    Commit,
     Drop,
     EndJob,
     Forget,
@@ -40,6 +47,7 @@ from laminar_hpc.protocol.events import (
     RankLost,
     RelayHolds,
     RelayReady,
+    Resumed,
     StopRequested,
     Streamed,
 )
@@ -55,11 +63,19 @@ from laminar_hpc.protocol.peer import (
     Manifest,
     MeasureLink,
     Readmitted,
+    Resume,
     Shard,
     Shutdown,
 )
 from laminar_hpc.protocol.trajectory import State
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.runtime.checkpoint import (
+    CheckpointKeeper,
+    open_checkpoint,
+    read_books,
+    read_payload,
+    relabelled,
+)
 from laminar_hpc.runtime.layout import LayoutDesk
 from laminar_hpc.runtime.live import Live
 from laminar_hpc.runtime.rank import FAREWELL_S, LONGEST_NAP_S, Rank, say
@@ -93,6 +109,8 @@ class ManagerLoop:
         self._epoch_of: dict[int, int] = {}  # of each rank that was lost
         self._proven: set[int] = set()  # relays that have held a version
         self._silent: set[int] = set()  # relays that were taken for lost, but are not known to be dead
+        self._stop_by: float | None = None  # when a job that was asked to stop has to have ended
+        self._keeper: CheckpointKeeper | None = None
         self._desk = LayoutDesk(len(self._trainers), rank.ranks_of(Role.RELAY), rank.config.weights.chunk_bytes)
 
     def start(self, now: float) -> None:
@@ -101,6 +119,11 @@ class ManagerLoop:
             self._recorded = ManagerRecord(self._rank.record, self._rank.config, self._rank.attempt)
         self._moved = now
         self._live.start(now)
+        zero_unix_s = time.time() - now
+        config = self._rank.config.checkpoint
+        self._keeper = CheckpointKeeper(self._rank.paths.checkpoints, self._rank.attempt, config.keep, zero_unix_s)
+        if self._rank.resume is not None:
+            self._resume(self._rank.resume, zero_unix_s, now)
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message from another rank."""
@@ -128,6 +151,8 @@ class ManagerLoop:
                 self._decide(JobFailed("failed", f"rank {source} ({message.role}): {message.text}"), now)
             case Goodbye():
                 self._left.add(source)
+            case StopRequested():
+                self._stop(message, now)
             case Event():
                 self._decide(message, now)
             case _:
@@ -139,7 +164,13 @@ class ManagerLoop:
             return self._farewell(now)
         if self._rank.terminated is not None:
             signal_name, self._rank.terminated = self._rank.terminated, None
-            self._decide(StopRequested(f"signal {signal_name}"), now)
+            self._stop(StopRequested(f"signal {signal_name}", signal_name != signal.SIGINT.name), now)
+        if self._keeper is not None:
+            for event in self._keeper.poll():
+                self._decide(event, now)
+        if self._stop_by is not None and now > self._stop_by:
+            grace_s = self._rank.config.checkpoint.grace_s
+            self._decide(JobFailed("stopped", f"no checkpoint within {grace_s:g} s (checkpoint.grace_s)"), now)
         self._bury(now)
         self._watch_relays(now)
         self._lay_out(now)
@@ -169,6 +200,8 @@ class ManagerLoop:
 
     def close(self) -> None:
         """Say in the status file how it ended, where that is not said yet: an end that nobody asked for is a failure."""
+        if self._keeper is not None:
+            self._keeper.close()
         if self._ending is None:
             self._live.finish(EndJob(self._rank_problem(), "failed"))
 
@@ -197,6 +230,13 @@ class ManagerLoop:
                 send(command.rank, command)
             case Pull() | Attach():
                 send(command.rank, command)
+            case Checkpoint():
+                self._save(command)
+            case Commit():
+                self._require_keeper().commit(command.step)
+            case Abandon():
+                say(f"no checkpoint of step {command.step}: {command.reason}", error=True)
+                self._require_keeper().abandon(command.step)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
                     send(trainer, command)
@@ -235,6 +275,38 @@ class ManagerLoop:
                 self._recorded.tokens(self._store.blocks(outcome.trajectory))
             self._store.drop(outcome.trajectory)
             self._live.forget(outcome.trajectory)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _require_keeper(self) -> CheckpointKeeper:
+        assert self._keeper is not None, "made at the start"
+        return self._keeper
+
+    def _stop(self, event: StopRequested, now: float) -> None:
+        config = self._rank.config.checkpoint
+        event = msgspec.structs.replace(event, save=event.save and config.on_stop)
+        if event.save and self._stop_by is None:
+            self._stop_by = now + config.grace_s
+        self._decide(event, now)
+
+    def _save(self, command: Checkpoint) -> None:
+        keeper = self._require_keeper()
+        books, trajectories = self._controller.snapshot()
+        payload = [list(self._store.blocks(trajectory)) for trajectory in sorted(trajectories)]
+        keeper.write(command.step, books, [blocks for blocks in payload if blocks])
+        for trainer in self._trainers:
+            directory = keeper.directory(command.step)
+            self._rank.mail.send(trainer, msgspec.structs.replace(command, directory=directory))
+
+    def _resume(self, resume: Resume, zero_unix_s: float, now: float) -> None:
+        """Take the payload over, and have the controller take its books over."""
+        saved = open_checkpoint(resume.directory)
+        data, books = read_books(saved)
+        for blocks in read_payload(saved):
+            own = self._rank.settings.first_version
+            self._store.restore([relabelled(block, books.same_weights, own) for block in blocks])
+        say(f"attempt {self._rank.attempt} goes on from the checkpoint of step {resume.step}, {resume.directory}")
+        self._decide(Resumed(data, saved.manifest.clock_zero_unix_s - zero_unix_s), now)
 
     # --- the layout of the weights ----------------------------------------------------------------------------------
 

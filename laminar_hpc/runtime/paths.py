@@ -9,7 +9,7 @@ import shutil
 from laminar_hpc.config.load import check_config
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.record.schema import file_name
+from laminar_hpc.record.schema import attempt_of, file_name
 
 
 class RunPaths:
@@ -32,6 +32,22 @@ class RunPaths:
     def logs(self) -> str:
         """The folder of what ranks and workers print."""
         return os.path.join(self.root, "logs")
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of checkpoints (runtime/checkpoint.py)."""
+        return os.path.join(self.root, "checkpoints")
+
+    def next_attempt(self) -> int:
+        """The number of the next start of this run, 0 for the first: one more than the last that has left a record.
+
+        ConfigError where the folder of records cannot be read.
+        """
+        try:
+            attempts = [attempt_of(name) for name in os.listdir(self.records)]
+        except OSError as error:
+            raise ConfigError(f"{self.records}: cannot be read: {error.strerror}") from error
+        return max((attempt for attempt in attempts if attempt is not None), default=-1) + 1
 
     def record(self, attempt: int, rank: int, role: str) -> str:
         """A rank's record file."""

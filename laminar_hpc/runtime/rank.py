@@ -24,7 +24,7 @@ from laminar_hpc.mpi.world import World
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.events import StopRequested
-from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Shutdown
+from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Resume, Shutdown
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.record.writer import RecordWriter
 from laminar_hpc.runtime.paths import RunPaths
@@ -84,8 +84,17 @@ class RankLoop(Protocol):
 class Rank:
     """One MPI process of the job."""
 
-    def __init__(self, config: Config, settings: Settings, world: World, placements: list[Placement]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: Settings,
+        world: World,
+        placements: list[Placement],
+        resume: Resume | None = None,
+    ) -> None:
+        """`resume` names the checkpoint that this attempt goes on from, if any."""
         self.config = config
+        self.resume = resume
         self.settings = settings
         self.attempt = settings.attempt
         self.world = world
@@ -142,7 +151,10 @@ class Rank:
         return os.getppid() != self._parent
 
     def watch_signals(self) -> None:
-        """SIGTERM, SIGINT and SIGUSR1, to any rank, ask for an orderly end: the manager sees to it, for all ranks."""
+        """SIGTERM, SIGINT and SIGUSR1, to any rank, ask for an orderly end: the manager sees to it, for all ranks.
+
+        SIGINT comes from a person, who does not want to wait; the others from a batch system, whose job is to be resumed.
+        """
 
         def terminate(number: int, _frame: FrameType | None) -> None:
             self.terminated = signal.Signals(number).name
@@ -226,7 +238,8 @@ class _Frame:
         if self.rank.world.rank != MANAGER:
             self._beat(loop, now)
             if self.rank.terminated is not None:
-                self.rank.tell_manager(StopRequested(f"{self.rank.name} got {self.rank.terminated}"))
+                save = self.rank.terminated != signal.SIGINT.name
+                self.rank.tell_manager(StopRequested(f"{self.rank.name} got {self.rank.terminated}", save))
                 self.rank.terminated = None
             if now - self._heard_manager > self.rank.config.job.silence_timeout_s:
                 self.left_alone = f"the manager has said nothing for {now - self._heard_manager:.0f} s"

@@ -34,6 +34,7 @@ def controller_settings(
         attempt=attempt,
         replicas=config.replicas,
         dynamic_sampling=config.dynamic_sampling,
+        checkpoint_every=config.checkpoint.every if config.checkpoint.every or config.checkpoint.on_stop else None,
         relay_timeout_s=config.weights.relay_timeout_s,
         trainer_nodes=sorted({placement.node for placement in placements if placement.role is Role.TRAINER}),
         switches=switches,

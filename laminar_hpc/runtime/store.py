@@ -64,6 +64,10 @@ class Store:
             raise ProtocolError(f"rank {message.rank} asks for trajectory {missing[0]}, which the store does not hold")
         return Fetched(message.request, [list(self._blocks[trajectory]) for trajectory in message.trajectories])
 
+    def restore(self, blocks: list[Block]) -> None:
+        """Take over a trajectory of an earlier attempt, with all its blocks; nobody owns it."""
+        self._blocks[blocks[0].trajectory] = blocks
+
     def blocks(self, trajectory: int) -> list[Block]:
         """The blocks of one trajectory; empty where the store has none."""
         return self._blocks.get(trajectory, [])

@@ -72,7 +72,7 @@ class TrainerLoop:
         rank = self._rank
         self._worker = Worker("trainer", trainer_worker.main, rank.log_path("worker"))
         config = rank.config.model_dump_json().encode()
-        self._worker.send(StartTrainer(config, rank.me.index, len(self._trainers)))
+        self._worker.send(StartTrainer(config, rank.me.index, len(self._trainers), rank.resume))
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message from another rank."""

@@ -147,7 +147,7 @@ class FakeCluster:
     def _obey(self, command: Command) -> None:
         match command:
             case Checkpoint():
-                self.books[command.step] = self.controller.snapshot()
+                self.books[command.step] = self.controller.snapshot()[0]
                 self._to_write.append(command)
                 for trainer in self.trainers:
                     trainer.queue.append(command)

@@ -56,7 +56,7 @@ class SavedJob(ScriptedJob):
         return self.trained(number)
 
     def snapshot(self) -> Snapshot:
-        return msgspec.msgpack.decode(self.controller.snapshot(), type=Snapshot)
+        return msgspec.msgpack.decode(self.controller.snapshot()[0], type=Snapshot)
 
 
 def stop(job: ScriptedJob) -> list:
@@ -67,7 +67,7 @@ def next_attempt(job: ScriptedJob, shift_s: float = 0.0, **changes: object) -> t
     """The attempt after `job`, which goes on from its books as they are now; what it does first."""
     settings = msgspec.structs.asdict(job.settings) | {"attempt": job.settings.attempt + 1, **changes}
     later = SavedJob(**settings)
-    return later, later.tell(Resumed(job.controller.snapshot(), shift_s))
+    return later, later.tell(Resumed(job.controller.snapshot()[0], shift_s))
 
 
 # --- making one -----------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_counters_of_fruitless_groups_go_on():
 
 def test_books_that_cannot_be_gone_on_from_are_refused():
     job = SavedJob(checkpoint_every=0)
-    books = job.controller.snapshot()
+    books = job.controller.snapshot()[0]
     with pytest.raises(ProtocolError, match="attempt 0 cannot go on from a checkpoint of attempt 0"):
         SavedJob().tell(Resumed(books, 0.0))
     with pytest.raises(ProtocolError, match="cannot be read"):
