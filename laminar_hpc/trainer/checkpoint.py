@@ -41,7 +41,7 @@ class Origin(msgspec.Struct, frozen=True):
     pipeline_parallel: str
     dtype: str
     model: str
-    """Digest of the names and shapes of the model's tensors."""
+    """Digest of the names and shapes of the model's tensors ("": not known)."""
 
 
 KEYS = {
@@ -55,9 +55,9 @@ KEYS = {
 """What people know the fields of `Origin` by."""
 
 
-def origin_of(config: Config, trainer: int, trainers: int, manifest: Manifest) -> Origin:
+def origin_of(config: Config, trainer: int, trainers: int, manifest: Manifest | None = None) -> Origin:
     """That of trainer number `trainer` of `trainers`, whose model `manifest` lists."""
-    tensors = json.dumps([[entry.name, list(entry.shape)] for entry in manifest.tensors])
+    tensors = json.dumps([[entry.name, list(entry.shape)] for entry in manifest.tensors]) if manifest else ""
     return Origin(
         trainer=str(trainer),
         trainers=str(trainers),
@@ -65,7 +65,7 @@ def origin_of(config: Config, trainer: int, trainers: int, manifest: Manifest) -
         tensor_parallel=str(config.trainer.tensor_parallel),
         pipeline_parallel=str(config.trainer.pipeline_parallel),
         dtype=config.model.dtype,
-        model=hashlib.sha256(tensors.encode()).hexdigest(),
+        model=hashlib.sha256(tensors.encode()).hexdigest() if tensors else "",
     )
 
 
@@ -105,16 +105,7 @@ def read_state(directory: str, step: int, origin: Origin, shapes: Mapping[str, t
     ConfigError, one line that names the file, where there is no such state, it is not whole, or it is another trainer's.
     """
     path = state_path(directory, int(origin.trainer))
-    try:
-        with open(path, "rb"):
-            pass
-        file = _StateFile(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: is missing; a checkpoint has one for each of {origin.trainers} trainers") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except SafetensorError as error:
-        raise ConfigError(f"{path}: is no trainer's state, or was cut off: {error}") from error
+    file = _open(path, origin)
     steps = _check_metadata(path, file.metadata, step, origin)
     if file.shapes != dict(shapes):
         name = min(name for name in file.shapes.keys() | shapes.keys() if file.shapes.get(name) != shapes.get(name))
@@ -124,15 +115,38 @@ def read_state(directory: str, step: int, origin: Origin, shapes: Mapping[str, t
     return TrainerState(steps, file)
 
 
+def check_states(directory: str, step: int, config: Config) -> None:
+    """ConfigError, one line, where the trainers of `config` cannot go on from the states after `step` in `directory`.
+
+    Only the files' headers are read, and no model: whether they are of this one, `read_state` finds out.
+    """
+    for trainer in range(config.job.trainers):
+        path = state_path(directory, trainer)
+        origin = origin_of(config, trainer, config.job.trainers)
+        _check_metadata(path, _open(path, origin).metadata, step, origin)
+
+
+def _open(path: str, origin: Origin) -> _StateFile:
+    try:
+        with open(path, "rb"):
+            return _StateFile(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: is missing; a checkpoint has one for each of {origin.trainers} trainers") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: is no trainer's state, or was cut off: {error}") from error
+
+
 def _check_metadata(path: str, metadata: dict[str, str], step: int, origin: Origin) -> int:
     """How many steps the optimizer has made; ConfigError where the file is not what is asked for."""
     if metadata.get("format") != FORMAT:
         raise ConfigError(f"{path}: its format must be {FORMAT!r}, it is {metadata.get('format')!r}")
     for field, wanted in msgspec.structs.asdict(origin).items():
         found = metadata.get(field)
-        if field == "model" and found != wanted:
+        if field == "model" and wanted and found != wanted:
             raise ConfigError(f"{path}: is the state of another model than that at model.path, whose tensors differ")
-        if found != wanted:
+        if field != "model" and found != wanted:
             raise ConfigError(f"{path}: {KEYS[field]} must be {found}, as when it was written, got {wanted}")
     if metadata.get("step") != str(step):
         raise ConfigError(f"{path}: must be the state after step {step}, it is that after step {metadata.get('step')}")

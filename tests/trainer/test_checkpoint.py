@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.trainer.api import TrainerState
-from laminar_hpc.trainer.checkpoint import Origin, origin_of, read_state, state_path, write_state
+from laminar_hpc.trainer.checkpoint import Origin, check_states, origin_of, read_state, state_path, write_state
 from laminar_hpc.weights.manifest import make_manifest
 
 ORIGIN = Origin("1", "4", "megatron", "2", "1", "bfloat16", "abc")
@@ -169,6 +170,22 @@ def test_a_full_disk_leaves_what_was_there_before(tmp_path: Path) -> None:
         write_state(str(tmp_path), ORIGIN, 7, TrainerState(13, numbers()))
     assert os.listdir(tmp_path) == [path.name]
     assert path.read_bytes() == before
+
+
+def test_states_are_checked_before_there_is_a_model(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"run_dir": "unused", "model": {"path": "unused"}}
+    two = Config.model_validate(keys | {"job": {"trainers": 2}})
+    manifest = make_manifest([("a", (2, 3), "float32")])
+    for trainer in range(2):
+        write_state(str(tmp_path), origin_of(two, trainer, 2, manifest), 6, TrainerState(11, numbers()))
+    check_states(str(tmp_path), 6, two)
+    with pytest.raises(ConfigError, match="must be the state after step 7"):
+        check_states(str(tmp_path), 7, two)
+    with pytest.raises(ConfigError, match=r"trainer-0.*: job.trainers must be 2, as when it was written, got 1"):
+        check_states(str(tmp_path), 6, Config.model_validate(keys))
+    os.unlink(state_path(str(tmp_path), 1))
+    with pytest.raises(ConfigError, match=r"trainer-1.safetensors: is missing"):
+        check_states(str(tmp_path), 6, two)
 
 
 def test_models_differ_by_names_and_shapes_of_their_tensors() -> None:

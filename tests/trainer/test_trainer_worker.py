@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,13 @@ pytest.importorskip("transformers")
 import msgspec  # noqa: E402
 from plain_formulas import PlainSequence, plain_loss  # noqa: E402
 from published import Published, assemble, image_of  # noqa: E402
-from trainer_cases import ADVANTAGES, blocks_of, config_for, mini_batch, reference_logprobs  # noqa: E402
+from trainer_cases import blocks_of, config_for, mini_batch, reference_logprobs  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from worker_cases import DEADLINE_S, GROUPS, IDS, REWARDS, answer, start, train_on, workers  # noqa: E402
 
 from laminar_hpc.config.schema import Config, Control  # noqa: E402
 from laminar_hpc.process.channel import wait_any  # noqa: E402
-from laminar_hpc.process.worker import Worker, start_forkserver  # noqa: E402
+from laminar_hpc.process.worker import Worker  # noqa: E402
 from laminar_hpc.protocol.peer import (  # noqa: E402
     Heartbeat,
     Rendezvous,
@@ -39,41 +39,8 @@ from laminar_hpc.trainer.advantages import group_advantages  # noqa: E402
 from laminar_hpc.trainer.api import Sequence  # noqa: E402
 from laminar_hpc.trainer.batch import own_sequences  # noqa: E402
 from laminar_hpc.trainer.torch_trainer import TorchTrainer  # noqa: E402
-from laminar_hpc.trainer.worker import main  # noqa: E402
 
 pytestmark = pytest.mark.engine
-
-DEADLINE_S = 120.0
-IDS = list(range(100, 100 + len(ADVANTAGES)))
-GROUPS = [1, 1, 1, 2, 2, 2, 2]
-REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 1.0, 0.0]
-
-
-@contextlib.contextmanager
-def workers(count: int, tmp_path: Path) -> Iterator[list[Worker]]:
-    """Trainer workers that end with the test."""
-    start_forkserver()
-    started = [Worker(f"trainer-{place}", main, str(tmp_path / f"log-{place}")) for place in range(count)]
-    try:
-        yield started
-    finally:
-        for worker in started:
-            worker.kill()
-
-
-def answer(worker: Worker) -> AnyRecord:
-    """The worker's next message, waited for within the deadline."""
-    message = worker.channel.receive(DEADLINE_S)
-    assert message is not None, f"{worker.name} says nothing"
-    return message
-
-
-def start(worker: Worker, config: Config) -> TrainerUp:
-    """Start the only trainer."""
-    worker.send(StartTrainer(config.model_dump_json().encode(), 0, 1))
-    up = answer(worker)
-    assert isinstance(up, TrainerUp)
-    return up
 
 
 def half_of_a_step(minibatch: int) -> TrainOn:
@@ -83,12 +50,6 @@ def half_of_a_step(minibatch: int) -> TrainOn:
     blocks = [blocks_of(IDS[place], mini_batch()[place]) for place in places]
     rewards = [REWARDS[place] for place in places]
     return TrainOn(3, minibatch, 2, own, [1 + minibatch] * len(own), rewards, own, blocks)
-
-
-def train_on(own: list[int]) -> TrainOn:
-    """The mini-batch, with the blocks of the sequences at these places."""
-    blocks = [blocks_of(IDS[place], mini_batch()[place]) for place in own]
-    return TrainOn(3, 0, 1, IDS, GROUPS, REWARDS, [IDS[place] for place in own], blocks)
 
 
 def expected_trainer(config: Config) -> tuple[TorchTrainer, dict[str, float]]:
