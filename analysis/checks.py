@@ -18,7 +18,7 @@ from laminar_hpc.record import schema
 from laminar_hpc.record.lineage import Lineage, read_lineage
 from laminar_hpc.record.reader import Rows, Run
 
-from .series import columns, counted, groups_without_signal, trained_on
+from .series import columns, counted, groups_without_signal, trained_on, trajectories
 
 DETAILS = 20
 """Violations and open things that a check names; the others are counted."""
@@ -104,29 +104,39 @@ def one_version_per_group(run: Run) -> Check:
 
 
 def prompts_accounted_for(run: Run) -> Check:
-    """Each prompt that was handed out is consumed once, or returned or discarded with a reason, or open at the end."""
+    """Each prompt that was handed out is consumed once, or returned or discarded with a reason, or open at the end.
+
+    A group's number is its own in all attempts. Where an attempt goes on from a checkpoint, what the one before had done
+    after it is void: the last end of a group counts, and a group that only earlier attempts know was handed out again.
+    """
     groups = run.table("groups")
     states = schema.TABLES["groups"].column("state").names
-    counts = Counter(states[state] for state in groups["state"])
+    last_end = {group: state for group, state in columns(groups, "group", "state")}  # rows come attempt by attempt
+    counts = Counter(states[state] for state in last_end.values())
     wrong = [f"group {group} ended {times} times" for (_, group), times in _repeats(groups, "group")]
     for group, code, reason in columns(groups, "group", "state", "reason"):
         if states[code] not in ("consumed", "discarded", "returned"):
             wrong.append(f"group {group} ended as {states[code]}")
         elif states[code] != "consumed" and not reason:
             wrong.append(f"group {group} was {states[code]} without a reason")
-    handed_out = _keys(run.table("hand_outs"), "group")
-    ended = _keys(groups, "group")
-    consumed = _keys(_consumed_groups(run), "group")
-    wrong += [f"group {group} was consumed and never handed out" for _, group in sorted(consumed - handed_out)]
+    newest = run.attempts[-1]
+    attempt_of = {group: attempt for attempt, group in columns(run.table("hand_outs"), "attempt", "group")}
+    handed_out, ended = set(attempt_of), set(last_end)
+    consumed = {int(group) for group in _consumed_groups(run)["group"]}
+    wrong += [f"group {group} was consumed and never handed out" for group in sorted(consumed - handed_out)]
     wrong += [f"group {group} was handed out twice" for (_, group), _n in _repeats(run.table("hand_outs"), "group")]
-    orphans = _keys(trained_on(run), "group") - consumed
-    still_open = [f"group {group} (attempt {attempt}) is open" for attempt, group in sorted(handed_out - ended)]
+    orphans = {int(group) for group in trained_on(run)["group"]} - consumed
+    unended = sorted(handed_out - ended)
+    void = [group for group in unended if attempt_of[group] < newest and not _kept_open(run)]
+    still_open = [f"group {group} (attempt {attempt_of[group]}) is open" for group in unended if group not in set(void)]
     if _ended_in_order(run):
-        wrong += [f"group {group} has trajectories that were trained on, but was not consumed" for _, group in orphans]
+        wrong += [f"group {group} has trajectories that were trained on, but was not consumed" for group in orphans]
         wrong += still_open
         still_open = []
     figure = f"{_by_purpose(run)} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
-    figure += f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open at the end"
+    figure += f"{counts['discarded']:,} discarded, {len(unended) - len(void):,} open at the end"
+    if void:
+        figure += f", {len(void):,} void, as a later attempt went on from before them"
     rule = "every prompt handed out is consumed once, returned, or discarded with a reason"
     return _check(rule, len(handed_out | ended), wrong, figure, still_open)
 
@@ -135,9 +145,8 @@ def samples_match_steps(run: Run) -> Check:
     """A step trained on as many trajectories, with as many tokens, as were consumed for it."""
     samples: Counter[tuple[int, int]] = Counter()
     tokens: Counter[tuple[int, int]] = Counter()
-    for attempt, step, prompt, response in columns(
-        trained_on(run), "attempt", "step", "prompt_tokens", "response_tokens"
-    ):
+    rows = trajectories(run, "train", "consumed")  # of steps that were done again, too
+    for attempt, step, prompt, response in columns(rows, "attempt", "step", "prompt_tokens", "response_tokens"):
         samples[attempt, step] += 1
         tokens[attempt, step] += prompt + response
     wrong = []
@@ -238,11 +247,14 @@ def _by_purpose(run: Run) -> str:
     """How many prompts were handed out for training, and how many for evaluation."""
     names = schema.TABLES["groups"].column("purpose").names
     tables = (run.table("hand_outs"), run.table("groups"))
-    purposes = {
-        (attempt, group): p for rows in tables for attempt, group, p in columns(rows, "attempt", "group", "purpose")
-    }
+    purposes = {group: p for rows in tables for group, p in columns(rows, "group", "purpose")}
     counts = Counter(names[purpose] for purpose in purposes.values())
     return f"{counts['train']:,} training and {counted(counts['evaluation'], 'evaluation prompt')}"
+
+
+def _kept_open(run: Run) -> bool:
+    """Whether groups of earlier attempts may still be open: the last attempt goes on with those of its checkpoint."""
+    return not (run.status is not None and run.status.over)
 
 
 def _ended_in_order(run: Run) -> bool:

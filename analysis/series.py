@@ -33,8 +33,14 @@ def trajectories(run: Run, purpose: str, state: str) -> Rows:
 
 
 def trained_on(run: Run) -> Rows:
-    """The trajectories that a training step has taken."""
-    return trajectories(run, "train", "consumed")
+    """The trajectories that a training step has taken; of a step that a later attempt did again, those of the last time."""
+    rows = trajectories(run, "train", "consumed")
+    if len(run.attempts) == 1:
+        return rows
+    last = {int(row["step"]): int(row["attempt"]) for row in run.table("steps")}
+    counts = [last.get(step, attempt) == attempt for step, attempt in columns(rows, "step", "attempt")]
+    chosen: Rows = rows[np.array(counts, dtype=bool)]
+    return chosen
 
 
 def steps(run: Run) -> Rows:

@@ -1,0 +1,125 @@
+"""Runs that are stopped, or killed, and go on: together they do what one run in one go does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from laminar_command import Laminar, processes_of, shared_memory, wait_until
+from test_interrupt import GONE_S, all_gone, descendants, mpiexec_of, status_of
+
+from laminar_hpc.analysis.checks import Result, run_checks
+from laminar_hpc.control.controller import Controller
+from laminar_hpc.control.settings import Settings
+from laminar_hpc.protocol.wire import decode
+from laminar_hpc.record.reader import Run, open_run
+
+pytestmark = pytest.mark.job
+
+STEPS = 8
+
+
+def sections(mode: str) -> dict[str, dict[str, object]]:
+    """Temperature 1, a checkpoint after each step, all tokens in the record."""
+    return {
+        "job": {"rollouts": 2},
+        "rollout": {"temperature": 1.0},
+        "batch": {"prompts": 4, "group_size": 2, "minibatches": 2},
+        "control": {"mode": mode, "steps": STEPS},
+        "trainer": {"learning_rate": 1e-3, "weight_decay": 0.1},  # changes weights, whatever the rewards are
+        "checkpoint": {"every": 1},
+        "record": {"tokens": True},
+        "evaluation": {"every": 4, "prompts": 4},
+    }
+
+
+def after_step(laminar: Laminar, command: subprocess.Popen[str], step: int) -> None:
+    """Wait for a step."""
+
+    def done() -> bool:
+        assert command.poll() is None, command.communicate()
+        status = status_of(laminar)
+        return status is not None and status.step >= step
+
+    wait_until(done, 400.0, f"step {step}")
+
+
+def interrupted_run(laminar: Laminar, mode: str) -> Run:
+    """A run that is asked to stop, resumed, killed, resumed, killed and resumed to its end."""
+    before = shared_memory()
+    command = laminar.start("run", laminar.config(**sections(mode)))
+    after_step(laminar, command, 2)
+    os.kill(command.pid, signal.SIGTERM)
+    output, errors = command.communicate(timeout=120)
+    assert command.returncode == 75, output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "requeue"
+    for step in (status.step + 2, status.step + 4):
+        command = laminar.start("resume", laminar.run_dir)
+        after_step(laminar, command, step)
+        pids = descendants(command.pid)
+        os.kill(mpiexec_of(command), signal.SIGKILL)
+        wait_until(lambda pids=pids: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+        command.communicate(timeout=GONE_S)
+    done = laminar("resume", laminar.run_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert processes_of(laminar.run_dir) == []
+    assert shared_memory() <= before
+    run = open_run(str(laminar.run_dir))
+    assert run.attempts == [0, 1, 2, 3]
+    return run
+
+
+def committed(run: Run, table: str) -> np.ndarray:
+    """The rows of a table that has a step, those of the latest attempt for each step."""
+    rows = run.table(table)
+    latest = {int(row["step"]): int(row["attempt"]) for row in np.sort(run.table("steps"), order="attempt")}
+    return np.array([row for row in rows if latest.get(int(row["step"])) == row["attempt"]], dtype=rows.dtype)
+
+
+def consumed(run: Run) -> dict[int, list[tuple]]:
+    """For each step what it was trained on: prompt, sample, and tokens."""
+    tokens: dict[tuple[int, int], list[int]] = {}
+    for block in run.tokens():
+        tokens.setdefault((block.attempt, block.trajectory), []).extend(block.tokens.tolist())
+    found: dict[int, list[tuple]] = {}
+    for row in committed(run, "trajectories"):
+        if row["purpose"] == 0 and row["step"] > 0:
+            key = (int(row["attempt"]), int(row["trajectory"]))
+            found.setdefault(int(row["step"]), []).append((int(row["prompt"]), int(row["sample"]), tokens[key]))
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def test_in_sync_mode_it_is_the_same_to_the_last_bit(
+    laminar: Laminar, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = interrupted_run(laminar, "sync")
+    other = Laminar(tmp_path_factory.mktemp("whole"), laminar.model)
+    done = other("run", other.config(**sections("sync")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = open_run(str(other.run_dir))
+    assert sorted(consumed(run)) == sorted(consumed(whole)) == list(range(1, STEPS + 1))
+    assert consumed(run) == consumed(whole)
+    digests = [{int(row["step"]): int(row["digest"]) for row in one.table("publications")} for one in (run, whole)]
+    assert digests[0][STEPS] == digests[1][STEPS]
+    for check in run_checks(run):
+        assert check.result is not Result.VIOLATED, check
+    for attempt in run.attempts:
+        replayed(run, attempt)
+
+
+def replayed(run: Run, attempt: int) -> None:
+    """The recorded events of an attempt give its recorded commands."""
+    (file,) = [file for file in run.files if file.attempt == attempt and file.role == "manager"]
+    import json
+
+    controller = Controller(Settings(**json.loads(file.metadata["controller_settings"])))
+    commands = iter(run.commands(attempt))
+    for event in run.events(attempt):
+        for command in controller.handle(decode(event.data), event.time_s):
+            logged = next(commands, None)
+            assert logged is None or decode(logged.data) == command
