@@ -376,13 +376,15 @@ class Resume(msgspec.Struct, frozen=True):
 class StartTrainer(Message, frozen=True):
     """First message to a trainer worker: the resolved config as JSON, and its place among the trainers.
 
-    With `resume` it goes on from there, else it begins with the checkpoint at `model.path`.
+    With `resume` it goes on from there, else it begins with the checkpoint at `model.path`. Where it `saves`, memory for the copy
+    of its state is made ready at the start.
     """
 
     config: bytes
     trainer: int
     trainers: int
     resume: Resume | None = None
+    saves: bool = False
 
 
 class TrainerUp(Message, frozen=True):

@@ -74,6 +74,8 @@ def main(channel: Channel) -> None:
     origin = origin_of(config, start.trainer, start.trainers, engine.manifest)
     if start.resume is not None:
         engine.load_state(read_state(start.resume.directory, start.resume.step, origin, engine.state_shapes))
+    if start.saves:
+        engine.state()  # into fresh memory, which takes ten times as long as any later copy
     state_bytes = sum(STATE_BYTES * math.prod(shape) for shape in engine.state_shapes.values())
     channel.send(TrainerUp(engine.manifest, engine.tiles, time.monotonic() - begun_s, state_bytes))
     _Service(channel, config, engine, StateSaver(engine, origin, channel.send)).run()

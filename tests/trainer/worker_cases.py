@@ -40,8 +40,8 @@ def answer(worker: Worker) -> AnyRecord:
 
 
 def start(worker: Worker, config: Config, resume: Resume | None = None) -> TrainerUp:
-    """Start the only trainer."""
-    worker.send(StartTrainer(config.model_dump_json().encode(), 0, 1, resume))
+    """Start the only trainer; one that resumes makes ready to save, too."""
+    worker.send(StartTrainer(config.model_dump_json().encode(), 0, 1, resume, saves=resume is not None))
     up = answer(worker)
     assert isinstance(up, TrainerUp)
     return up
