@@ -111,7 +111,7 @@ def prompts_accounted_for(run: Run) -> Check:
     """
     groups = run.table("groups")
     states = schema.TABLES["groups"].column("state").names
-    last_end = {group: state for group, state in columns(groups, "group", "state")}  # rows come attempt by attempt
+    last_end = dict(columns(groups, "group", "state"))  # rows come attempt by attempt
     counts = Counter(states[state] for state in last_end.values())
     wrong = [f"group {group} ended {times} times" for (_, group), times in _repeats(groups, "group")]
     for group, code, reason in columns(groups, "group", "state", "reason"):

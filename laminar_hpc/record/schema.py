@@ -3,7 +3,7 @@
 SCHEMA_VERSION goes up by one with every change that would make an older reader wrong.
 
     1  first layout: one compound dataset for each table, byte streams beside `events`, `commands` and `tokens`
-    2  `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for `load_s`;
+    2  `checkpoints`, `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for `load_s`;
        `publications` come when their digest is known
 
 A table is one compound dataset, so its columns are always equally long, also after a kill. There are no variable-length
@@ -61,6 +61,8 @@ RELAY_EVENTS = (
     "joined",
     "attached",
 )
+
+CHECKPOINT_ENDS = ("complete", "given up")
 
 BENCH = "bench"
 """The role of a file that `laminar bench relay` writes; it has no phases."""
@@ -328,6 +330,20 @@ TABLES: dict[str, Table] = {
                 _count("relay", "rank", "the relay or spare that it is about; of a chain the first", nullable=True),
                 _count("rollout", "rank", "the rollout that was attached to the relay", nullable=True),
                 _text("reason", 160, "why"),
+            ),
+        ),
+        Table(
+            "checkpoints",
+            ("manager",),
+            "Every checkpoint that was begun, when it is known what became of it",
+            (
+                _count("step", "1", "the step after which it was taken"),
+                _instant("begun_s", "when it was asked for"),
+                _instant("time_s", "when it was complete, or given up"),
+                _choice("what", CHECKPOINT_ENDS, "what became of it"),
+                _seconds("stall_s", "how long the slowest trainer stood still for it"),
+                _total("nbytes", "byte", "length of all parts"),
+                _text("reason", 160, "why it was given up"),
             ),
         ),
         Table(

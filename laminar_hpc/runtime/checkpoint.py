@@ -112,8 +112,8 @@ class CheckpointKeeper:
         return events
 
     def close(self) -> None:
-        """What has begun is ended, what has not is given up."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for the end of all that was asked for."""
+        self._thread.shutdown(wait=True)
 
     def _submit(self, work: Callable[[], SnapshotWritten | Committed | None]) -> None:
         self._under_way.append(self._thread.submit(work))

@@ -8,7 +8,9 @@ import msgspec
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.commands import (
+    Abandon,
     AnyCommand,
+    Checkpoint,
     EndJob,
     Generate,
     Publish,
@@ -17,7 +19,15 @@ from laminar_hpc.protocol.commands import (
     ReportStep,
     Settle,
 )
-from laminar_hpc.protocol.events import AnyEvent, Published, RankLost, RelayHolds
+from laminar_hpc.protocol.events import (
+    AnyEvent,
+    Committed,
+    Published,
+    RankLost,
+    RelayHolds,
+    SnapshotWritten,
+    StateWritten,
+)
 from laminar_hpc.protocol.trajectory import Block
 from laminar_hpc.protocol.wire import encode
 from laminar_hpc.record import provenance
@@ -45,6 +55,14 @@ class _Publication(msgspec.Struct):
     stalls_s: dict[int, float] = {}
 
 
+class _Checkpoint(msgspec.Struct):
+    """A checkpoint that is being made: what its row will say."""
+
+    begun_s: float
+    stall_s: float = 0.0
+    nbytes: int = 0
+
+
 class ManagerRecord:
     """Turns the manager's events and commands into rows of its file."""
 
@@ -58,6 +76,7 @@ class ManagerRecord:
         self._relay_events = RelayEvents()
         self._trainers = config.job.trainers
         self._publications: dict[int, _Publication] = {}
+        self._checkpoints: dict[int, _Checkpoint] = {}
 
     def event(self, event: AnyEvent, now: float) -> None:
         """An event that is about to be decided on."""
@@ -72,6 +91,10 @@ class ManagerRecord:
                 self._published(event, now)
             case RelayHolds():
                 self._publication(event.version, event.digest)
+            case StateWritten() | SnapshotWritten():
+                self._part_written(event)
+            case Committed(error=""):
+                self._checkpoint(event.step, now, "complete")
             case RankLost():
                 self._writer.add("failures", time_s=now, rank=event.rank, text=event.reason)
             case _:
@@ -90,6 +113,10 @@ class ManagerRecord:
                     self._hand_out(command, now)
                 case Publish():
                     self._publications[command.version] = _Publication(command.step)
+                case Checkpoint():
+                    self._checkpoints[command.step] = _Checkpoint(now)
+                case Abandon():
+                    self._checkpoint(command.step, now, "given up", command.reason)
                 case Release():
                     self._publication(command.version, b"")
                 case Settle():
@@ -157,6 +184,20 @@ class ManagerRecord:
             nbytes=self.image_nbytes,
             stall_s=max(publication.stalls_s.values()),
         )
+
+    def _part_written(self, event: StateWritten | SnapshotWritten) -> None:
+        checkpoint = self._checkpoints.get(event.step)
+        if checkpoint is None:
+            return
+        checkpoint.nbytes += event.nbytes
+        if isinstance(event, StateWritten):
+            checkpoint.stall_s = max(checkpoint.stall_s, event.stall_s)
+
+    def _checkpoint(self, step: int, now: float, what: str, reason: str = "") -> None:
+        checkpoint = self._checkpoints.pop(step, None)
+        if checkpoint is not None:
+            fields = msgspec.structs.asdict(checkpoint)
+            self._writer.add("checkpoints", step=step, time_s=now, what=what, reason=reason, **fields)
 
     def _step(self, report: ReportStep) -> None:
         fields = msgspec.structs.asdict(report)

@@ -71,8 +71,8 @@ class TrainerLoop:
         """Start the worker."""
         rank = self._rank
         self._worker = Worker("trainer", trainer_worker.main, rank.log_path("worker"))
-        config = rank.config.model_dump_json().encode()
-        self._worker.send(StartTrainer(config, rank.me.index, len(self._trainers), rank.resume))
+        config, saves = rank.config.model_dump_json().encode(), rank.settings.checkpoint_every is not None
+        self._worker.send(StartTrainer(config, rank.me.index, len(self._trainers), rank.resume, saves))
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message from another rank."""
