@@ -3,8 +3,8 @@
 SCHEMA_VERSION goes up by one with every change that would make an older reader wrong.
 
     1  first layout: one compound dataset for each table, byte streams beside `events`, `commands` and `tokens`
-    2  `checkpoints`, `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for `load_s`;
-       `publications` come when their digest is known
+    2  `checkpoints`, `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for
+       `load_s`; `publications` come when their digest is known
 
 A table is one compound dataset, so its columns are always equally long, also after a kill. There are no variable-length
 types: text is UTF-8 in a fixed number of bytes, enumerations are HDF5 enums over one byte (new names go to the end).

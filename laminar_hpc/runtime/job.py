@@ -18,7 +18,7 @@ from laminar_hpc.policy.roles import Placement, Role, assign
 from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.status import read_status
-from laminar_hpc.runtime.check import check_run, resumed
+from laminar_hpc.runtime.check import check_parts, check_run, resumed
 from laminar_hpc.runtime.paths import create_run_dir, read_config
 from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say, say_goodbye
 from laminar_hpc.runtime.recording import open_record
@@ -40,11 +40,11 @@ def main(arguments: list[str]) -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run-dir", help="a run directory that `laminar run` has made")
     which.add_argument("--config", help="a config file; the first rank makes the run directory")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --run-dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, where the run directory is there already"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)
-    if options.resume and not options.run_dir:
-        parser.error("--resume needs --run-dir")
     start_forkserver()  # before MPI: see process/worker.py
     from laminar_hpc.mpi.world import open_world
 
@@ -78,11 +78,16 @@ class _Prepared(msgspec.Struct):
 def _prepare(options: argparse.Namespace, nodes: list[str], switches: dict[str, str]) -> _Prepared:
     try:
         config = read_config(options.run_dir) if options.run_dir else load_config(options.config, options.overrides)
+        resumes = options.resume and os.path.isdir(config.run_dir)
+        if resumes:
+            config = read_config(config.run_dir)  # as it began
         placements = assign(nodes, config.job.trainers, config.job.relays, config.job.rollouts, config.job.spares)
-        if not options.run_dir:
+        if resumes:
+            check_parts(config)
+        elif not options.run_dir:
             check_run(config)
             create_run_dir(config)
-        attempt, resume = resumed(config) if options.resume else (0, None)
+        attempt, resume = resumed(config) if resumes else (0, None)
         settings = controller_settings(config, attempt, placements, switches)
         return _Prepared(config.model_dump_json().encode(), settings, placements, resume)
     except LaminarError as error:
