@@ -133,8 +133,7 @@ def _resume(options: argparse.Namespace) -> int:
     check_machine(config)
     check_parts(config)
     check_memory_here(config)
-    attempt, _ = resumed(config)
-    return resume(config, attempt)
+    return resume(config, *resumed(config))
 
 
 def _report(options: argparse.Namespace) -> int:

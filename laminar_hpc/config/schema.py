@@ -54,6 +54,9 @@ class Job(Section):
     worker_restarts: Count = 3
     """How often, within ten minutes, a rollout starts its engine again before the job ends."""
 
+    relaunches: Count = 3
+    """How often `laminar run` starts a job again that has failed or stalled, from a checkpoint that this start of it made."""
+
     @property
     def ranks(self) -> int:
         """All ranks of the job, the manager's included."""

@@ -15,7 +15,9 @@ from rich.console import Console
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.launch.mpiexec import Launch, command_line, environment
+from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.status import Status, read_status, was_killed, write_status
+from laminar_hpc.runtime.check import resumed
 from laminar_hpc.runtime.paths import RunPaths, create_run_dir
 
 EXIT_FAILED = 1
@@ -38,15 +40,12 @@ def run(config: Config) -> int:
     It is 75 (EX_TEMPFAIL) where the job was asked to stop and can be resumed.
     """
     create_run_dir(config)
-    return _run(config, ["--run-dir", config.run_dir])
+    return _run(config, ["--run-dir", config.run_dir], begins_with=0)
 
 
-def resume(config: Config, attempt: int) -> int:
-    """Start attempt `attempt` at a run, from its newest checkpoint; exit codes as of `run`."""
-    status = Status.blank()
-    status.reason, status.attempt = "starting again", attempt
-    write_status(config.run_dir, status)  # how the attempt before ended is not how this one does
-    return _run(config, ["--run-dir", config.run_dir, "--resume"])
+def resume(config: Config, attempt: int, saved: Resume | None) -> int:
+    """Start attempt `attempt` at a run, which goes on from `saved`; exit codes as of `run`."""
+    return _run(config, _again(config, attempt), begins_with=0 if saved is None else saved.step)
 
 
 def check_resumable(run_dir: str) -> None:
@@ -59,26 +58,54 @@ def check_resumable(run_dir: str) -> None:
         raise ConfigError(f"{run_dir}: the run is going on: process {status.pid} on {status.host} says so")
 
 
-def _run(config: Config, arguments: list[str]) -> int:
-    line = command_line(config, arguments)
+def _run(config: Config, arguments: list[str], begins_with: int) -> int:
+    """Run attempts at the job, which begins with the weights of step `begins_with`, until one ends as it should.
+
+    One that fails is followed by another where it has made a checkpoint: so what fails every time is not tried for ever.
+    """
     console = Console(highlight=False)
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
-        console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
-        job = Launch(line, environment(os.environ))
-        try:
-            _follow(job, config, interrupts, console)
-        finally:
-            job.end(
-                signal.SIGKILL
-            )  # it has ended, or this program cannot go on; without mpiexec the ranks end themselves
-    status = _last_status(config, job.poll(), interrupts.received)
+        status = _attempt(config, arguments, interrupts, console)
+        for relaunch in range(1, config.job.relaunches + 1):
+            if status.state not in ("failed", "stalled") or interrupts.received is not None:
+                break
+            try:
+                attempt, saved = resumed(config)
+            except ConfigError as error:
+                console.print(f"laminar: cannot be started again: {error}", markup=False, soft_wrap=True)
+                break
+            if saved is None or saved.step <= begins_with:
+                break
+            begins_with = saved.step
+            why = f"it has {status.state}: {status.reason}"
+            console.print(f"starting again, {relaunch} of at most {config.job.relaunches} times: {why}", markup=False)
+            status = _attempt(config, _again(config, attempt), interrupts, console)
     _print_summary(status, config.run_dir, console)
     if status.state == "finished":
         return 0
     if status.state == "requeue":
         return EXIT_REQUEUE
     return EXIT_INTERRUPTED if interrupts.received else EXIT_FAILED
+
+
+def _again(config: Config, attempt: int) -> list[str]:
+    """The arguments of jobs/train.py for another attempt; the status file says that it begins."""
+    status = Status.blank()
+    status.reason, status.attempt = "starting again", attempt
+    write_status(config.run_dir, status)  # how the attempt before ended is not how this one does
+    return ["--run-dir", config.run_dir, "--resume"]
+
+
+def _attempt(config: Config, arguments: list[str], interrupts: _Interrupts, console: Console) -> Status:
+    """Start the job once and follow it to its end; its last status."""
+    console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
+    job = Launch(command_line(config, arguments), environment(os.environ))
+    try:
+        _follow(job, config, interrupts, console)
+    finally:
+        job.end(signal.SIGKILL)  # it has ended, or this program cannot go on; without mpiexec the ranks end themselves
+    return _last_status(config, job.poll(), interrupts.received)
 
 
 class _Interrupts:

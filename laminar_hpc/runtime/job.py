@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> int:
     which.add_argument("--run-dir", help="a run directory that `laminar run` has made")
     which.add_argument("--config", help="a config file; the first rank makes the run directory")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint, where the run directory is there already"
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint, where the run directory is there already",
     )
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args(arguments)

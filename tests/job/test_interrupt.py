@@ -107,7 +107,14 @@ def test_a_termination_ends_everything_in_order(laminar: Laminar) -> None:
     pids = descendants(command.pid)
     assert len(pids) >= 11  # mpiexec, 5 ranks and the workers of 3
     os.kill(command.pid, signal.SIGTERM)
-    ended_in_order(laminar, command, pids)
+    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
+    output, errors = command.communicate(timeout=GONE_S)
+    assert command.returncode == 75, output + errors
+    status = status_of(laminar)
+    assert status is not None
+    assert status.state == "requeue"
+    assert status.reason == f"signal SIGTERM; the checkpoint of step {status.step} is complete"
+    readable_record(laminar)
     assert shared_memory() <= before
 
 
@@ -253,6 +260,6 @@ def test_the_last_relay_may_be_held_up_for_longer_than_one_that_can_be_gone_arou
 
     wait_until(went_on, 60.0, "three steps more")
     pids = descendants(command.pid)
-    os.kill(command.pid, signal.SIGTERM)
+    os.kill(command.pid, signal.SIGINT)
     ended_in_order(laminar, command, pids)
     assert list(open_run(str(laminar.run_dir)).table("failures")["rank"]) == [-1]  # the stop, and nobody's loss

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 from laminar_command import Laminar, processes_of, shared_memory, wait_until
-from test_interrupt import GONE_S, all_gone, descendants, mpiexec_of, status_of
+from test_interrupt import GONE_S, all_gone, descendants, mpiexec_of, status_of, worker_pid
 
 from laminar_hpc.analysis.checks import Result, run_checks
 from laminar_hpc.control.controller import Controller
@@ -72,6 +72,53 @@ def interrupted_run(laminar: Laminar, mode: str) -> Run:
     run = open_run(str(laminar.run_dir))
     assert run.attempts == [0, 1, 2, 3]
     return run
+
+
+def test_a_job_that_fails_is_started_again_from_its_checkpoint(laminar: Laminar) -> None:
+    """Its manager is killed, and later its trainer's worker."""
+    command = laminar.start("run", laminar.config(**sections("laminar")))
+    after_step(laminar, command, 2)
+    wait_until(lambda: (laminar.run_dir / "checkpoints" / "step-00000002.attempt-0").exists(), 60.0, "a checkpoint")
+    status = status_of(laminar)
+    assert status is not None
+    os.kill(status.pid, signal.SIGKILL)
+
+    def goes_on() -> bool:
+        assert command.poll() is None, command.communicate()
+        status = status_of(laminar)
+        return status is not None and status.attempt == 1 and status.step >= 3
+
+    wait_until(goes_on, 400.0, "a step of the second attempt")
+    os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
+    output, errors = command.communicate(timeout=400.0)
+    assert command.returncode == 0, output + errors
+    assert "starting again, 1 of at most 3 times: it has failed" in output
+    assert "starting again, 2 of at most 3 times: it has failed: rank 2 (trainer)" in output
+    run = open_run(str(laminar.run_dir))
+    assert run.attempts == [0, 1, 2]
+    assert processes_of(laminar.run_dir) == []
+    for check in run_checks(run):
+        assert check.result is not Result.VIOLATED, check
+
+
+def test_a_job_that_makes_no_checkpoint_is_not_started_again(laminar: Laminar) -> None:
+    command = laminar.start("run", laminar.config(**sections("laminar") | {"checkpoint": {"every": 0}}))
+    after_step(laminar, command, 2)
+    os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
+    output, errors = command.communicate(timeout=60.0)
+    assert command.returncode == 1, output + errors
+    assert "again" not in output
+
+
+def test_what_cannot_be_resumed_is_refused(laminar: Laminar) -> None:
+    refused = laminar("resume", laminar.directory / "nowhere")
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("nowhere/config.json: cannot be read: No such file or directory\n")
+    done = laminar("run", laminar.config(**sections("sync") | {"control": {"mode": "sync", "steps": 1}}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = laminar("resume", laminar.run_dir)
+    assert refused.returncode == 2
+    assert refused.stderr == f"laminar: control.steps: all 1 steps of {laminar.run_dir} are done\n"
 
 
 def committed(run: Run, table: str) -> np.ndarray:
