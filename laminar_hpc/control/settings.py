@@ -8,6 +8,21 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.policy.modes import MODES, Mode
 
 
+class RepackSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """When and how far rollouts are repacked; the config's section `repack` explains the keys.
+
+    `most_batch` is how many trajectories an engine can run at once, whatever `batch` and the decode steps allow.
+    """
+
+    enabled: bool = True
+    every_s: float = 5.0
+    kv_share: float = 0.99
+    batch: int = 0
+    gain_gate: bool = True
+    least_gain_s: float = 0.0
+    most_batch: int = 1024
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A controller's settings; the config's keys of the same names explain them.
 
@@ -15,6 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     `trainers`, `relays` and `rollouts` count ranks, `replicas` the copies of the model that the trainers hold together (None:
     one each). `attempt` and `first_version` make version ids differ between attempts. `trainer_nodes` are the keys of the
     trainers' nodes, `switches` has the switch of each node where that is known; `relay_timeout_s` is the config's.
+    `max_response_tokens` is where a response is cut.
     """
 
     mode: str
@@ -41,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trainer_nodes: list[str] = []
     switches: dict[str, str] = {}
     relay_timeout_s: float = 5.0
+    max_response_tokens: int = 256
+    repack: RepackSettings = RepackSettings()
 
     @property
     def pipeline(self) -> Mode:

@@ -5,6 +5,7 @@ Only the loss of the last relay ends a job; test_tier_storm.py has worse weather
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import msgspec
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from invariants import InvariantChecker
 
 from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.control.settings import RepackSettings
+from laminar_hpc.protocol.commands import HandOver, ReportMove
 from laminar_hpc.protocol.events import Event, JobFailed, RankLost, StopRequested
 from laminar_hpc.protocol.wire import encode
 
@@ -45,13 +48,21 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         first_version=draw(st.sampled_from([0, 17])),
         replicas=draw(st.sampled_from([None, *(count for count in (1, 2, 3) if trainers % count == 0)])),
         dynamic_sampling=draw(st.booleans()),
+        max_response_tokens=draw(st.sampled_from([10, 1000])),
+        repack=RepackSettings(
+            enabled=draw(st.sampled_from([True, True, False])),
+            every_s=draw(st.sampled_from([0.5, 4.0])),
+            kv_share=draw(st.sampled_from([0.5, 0.99])),
+            batch=draw(st.sampled_from([0, 3, 12])),
+            gain_gate=draw(st.booleans()),
+        ),
     )
 
 
 class Storm:
     """A fake cluster whose ranks move at random, with losses, repeats, late messages and messages from the past."""
 
-    def __init__(self, job: Settings, random: Random, calm: float) -> None:
+    def __init__(self, job: Settings, random: Random, calm: float, streaming: float = 0.3) -> None:
         self.random = random
         self.cluster = FakeCluster(
             job,
@@ -62,6 +73,7 @@ class Storm:
         )
         self.checker = InvariantChecker(job)
         self._calm = calm
+        self._streaming = streaming
 
     def rage(self, count: int) -> None:
         for _ in range(count):
@@ -77,6 +89,9 @@ class Storm:
     def _something(self) -> Event | None:
         random, cluster = self.random, self.cluster
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
+        busy = [rollout for rollout in rollouts if rollout.tasks]
+        if busy and random.random() < self._streaming:
+            return cluster.stream(random.choice(busy))
         if random.random() >= self._calm:
             kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
             if kind == "repeat" and cluster.events:
@@ -86,7 +101,6 @@ class Storm:
                 return random.choice(ghosts)
             if kind == "relay":
                 return cluster.relays.fault()
-            busy = [rollout for rollout in rollouts if rollout.tasks]
             if kind == "stream" and busy:
                 return cluster.stream(random.choice(busy))
             if kind == "tool" and busy:
@@ -160,3 +174,37 @@ def test_a_fresh_controller_gives_the_same_commands_for_the_same_events(mode, da
         again = fresh.handle(event, now)
         assert again == commands
         assert [encode(command) for command in again] == [encode(command) for command in commands]
+
+
+def test_storms_have_moves_in_them_and_each_is_reported_once():
+    endings: Counter[str] = Counter()
+    for seed in range(40):
+        random = Random(seed)
+        job = Settings(
+            mode="laminar",
+            steps=12,
+            prompts=4,
+            group_size=2,
+            train_prompts=5,
+            trainers=1,
+            relays=1,
+            rollouts=6,
+            ahead=4.0,
+            repack=RepackSettings(every_s=0.5, batch=8, gain_gate=seed % 2 == 0),
+            max_response_tokens=1000,
+        )
+        storm = Storm(job, random, calm=0.95, streaming=0.6)
+        storm.rage(4 * STORM_MOVES)
+        storm.settle_down()
+        commands = [command for batch in storm.cluster.commands for command in batch]
+        asked = [command.move for command in commands if isinstance(command, HandOver)]
+        reports = [command for command in commands if isinstance(command, ReportMove)]
+        assert sorted(report.move for report in reports) == asked
+        for report in reports:
+            endings[" ".join(report.ending.split()[:2])] += 1
+            endings["expected"] += report.expected_gain_s is not None
+            endings["actual"] += report.gain_s is not None
+            endings["loaded"] += report.loaded_s is not None
+    assert endings["moved"] > 100
+    assert min(endings["expected"], endings["actual"], endings["loaded"]) > 10
+    assert min(endings["the source"], endings["nothing was"]) > 0

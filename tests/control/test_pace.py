@@ -1,0 +1,70 @@
+"""Estimates of times and lengths, against numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar_hpc.control.pace import FEWEST_SAMPLES, LENGTHS, Pace
+
+
+def test_steps_follow_the_line_that_made_them():
+    pace = Pace(100)
+    for place in range(FEWEST_SAMPLES):
+        assert not pace.known
+        trajectories = 4 + place
+        pace.note_steps(trajectories, 10, 10 * (0.02 + 0.001 * trajectories))
+    assert pace.known
+    assert pace.step_s(1) == pytest.approx(0.021)
+    assert pace.step_s(64) == pytest.approx(0.084)
+
+
+def test_batches_of_one_size_say_nothing_of_others():
+    pace = Pace(100)
+    for _ in range(100):
+        pace.note_steps(8, 10, 0.3)
+    assert not pace.known
+
+
+def test_a_step_of_more_trajectories_never_counts_as_shorter():
+    pace = Pace(100)
+    for place in range(20):
+        pace.note_steps(4 + place % 2 * 4, 10, 0.4 - 0.1 * (place % 2))
+    assert pace.step_s(1) == pace.step_s(64) == pytest.approx(0.035, rel=0.01)
+
+
+def test_no_step_takes_less_than_no_time():
+    pace = Pace(100)
+    for place in range(20):
+        pace.note_steps(4 + place % 2 * 4, 1, 0.1 + 0.3 * (place % 2))  # the line through both is below zero at 2
+    # through the origin: (4 * 0.1 + 8 * 0.4) / (16 + 64)
+    assert pace.step_s(1) == pytest.approx(0.045, rel=0.01)
+    assert pace.step_s(10) == pytest.approx(0.45, rel=0.01)
+
+
+def test_a_token_of_prefill_costs_a_share_of_a_full_step_until_one_was_seen():
+    pace = Pace(100)
+    for place in range(20):
+        pace.note_steps(4 + place, 1, 0.02)
+    assert pace.prefill_token_s(50) == pytest.approx(0.02 / 50)
+    pace.note_prefill(1000, 0.1)
+    pace.note_prefill(3000, 0.1)
+    assert pace.prefill_token_s(50) == pytest.approx(0.2 / 4000)
+
+
+def test_what_is_expected_to_come_is_what_came_to_longer_ones_and_the_limit_once():
+    pace = Pace(100)
+    assert pace.remaining()(30) == 70
+    for tokens in (10, 20, 40, 90):
+        pace.note_length(tokens)
+    remaining = pace.remaining()
+    assert remaining(0) == pytest.approx((10 + 20 + 40 + 90 + 100) / 5)
+    assert remaining(20) == pytest.approx((20 + 70 + 80) / 3)  # one of 20 has not become longer
+    assert remaining(90) == 10
+    assert remaining(100) == remaining(120) == 0
+
+
+def test_old_lengths_are_forgotten():
+    pace = Pace(1000)
+    for tokens in [900] * 10 + [5] * LENGTHS:
+        pace.note_length(tokens)
+    assert pace.remaining()(10) == 990  # of those longer than 10 only the limit is left
