@@ -7,10 +7,10 @@ that ends is a length.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable
-from itertools import accumulate
+from collections.abc import Sequence
 
 KEPT = 1.0 - 1.0 / 5000.0
 """What a sample still weighs after the next one: about 5,000 of them count, a minute of twenty rollouts."""
@@ -19,6 +19,9 @@ FEWEST_SAMPLES = 10
 
 LENGTHS = 4096
 """How many lengths of responses are kept, the newest ones."""
+
+PRECISION = 256
+"""Expected lengths are told to this part of the greatest one."""
 
 
 class Pace:
@@ -89,19 +92,26 @@ class Pace:
         self._lengths.append(tokens)
         insort(self._sorted, tokens)
 
-    def remaining(self) -> Callable[[int], float]:
-        """A function from the tokens that a response has to those that are expected to come.
+    def steps_left(self, responses: Sequence[int]) -> int:
+        """After how many steps the last of these responses, given by the tokens that they have, has probably ended.
 
-        It is the mean over the responses that became longer. The greatest length counts as one more of them: while nothing
-        has ended yet, that is all that is known, and what ends first is short.
+        A response of n tokens goes on for more than x with the probability p(n, x): the share of those longer than n + x
+        among those longer than n. The greatest length counts as one more response: while nothing has ended yet, that is all
+        that is known, and what ends first is short. The answer is the median of the maximum: the x for which the p add up to
+        ln 2, since then none goes on with a probability of about exp(-ln 2), a half (the law of rare events).
         """
-        lengths, longest = self._sorted, self._longest
-        sums = [0, *accumulate(lengths)]
-
-        def expected(tokens: int) -> float:
-            first = bisect_right(lengths, tokens)
-            count = len(lengths) - first
-            more = sums[-1] - sums[first] - count * tokens
-            return (more + max(0, longest - tokens)) / (count + 1)
-
-        return expected
+        lengths, count = self._sorted, len(self._sorted)
+        longer = [(tokens, count - bisect_right(lengths, tokens) + 1) for tokens in responses]
+        low, high = 0, max((self._longest - tokens for tokens in responses), default=0)
+        while high - low > max(1, self._longest // PRECISION):
+            middle = (low + high) // 2
+            going_on = 0.0
+            for tokens, among in longer:
+                end = tokens + middle
+                if end < self._longest:
+                    going_on += (count - bisect_right(lengths, end) + 1) / among
+            if going_on > math.log(2.0):
+                low = middle
+            else:
+                high = middle
+        return max(0, high)

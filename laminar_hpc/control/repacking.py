@@ -113,7 +113,7 @@ class Repacker:
         limits = Limits(self._rules.kv_share, batch, growth)
         costs = None
         if gated:
-            costs = Costs(self._pace.step_s, self._pace.prefill_token_s(batch), self._rules.least_gain_s)
+            costs = Costs(self._pace.step_s, self._pace.prefill_token_s(batch))
         most = self._dispatcher.could_feed() if gated else len(self._state.fleet.rollouts)
         taken = self._moves.ranks
         for version in self._state.fleet.versions:
@@ -133,7 +133,6 @@ class Repacker:
         return largest_batch(self._pace.step_s, most) if known else None
 
     def _candidates(self, version: int, batch: int, taken: set[int]) -> list[Candidate]:
-        remaining = self._pace.remaining()
         trajectories = self._state.pool.trajectories
         found = []
         for rollout in self._state.fleet.holders(version):
@@ -143,8 +142,7 @@ class Repacker:
             owned = [trajectories[id] for id in rollout.trajectories]
             if any(one.state is State.AT_TOOL for one in owned):
                 continue
-            # of a maximum the expectation is at least the largest expectation: rather too short than too long
-            steps = max(remaining(one.tokens) for one in owned)
+            steps = self._pace.steps_left([one.tokens for one in owned])
             tokens = math.ceil(heard.said.kv_use * rollout.kv_capacity_tokens)
             found.append(Candidate(rollout.rank, len(owned), tokens, rollout.kv_capacity_tokens, steps))
         return found

@@ -25,8 +25,8 @@ have something left; after that nothing is shared, and nothing is lost. Against 
 
     gain = min(Rs, Rd) * (t(n_s) + t(n_d) - t(n_s + n_d)) - p * tokens
 
-So two rollouts that both have long to go are worth a merger, one that is about to be empty is not. That some trajectories end
-before the last of their rollout makes the batches smaller than assumed; t rises, so the true gain is rather larger.
+So two rollouts that both have long to go are worth a merger, one that is about to be empty is not. Where t is a line, a + b n,
+the bracket is a, what a step costs whatever its batch: then it does not matter that batches shrink meanwhile.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Costs(msgspec.Struct, frozen=True):
 
     step_s: Callable[[int], float]
     prefill_token_s: float
-    least_gain_s: float = 0.0
 
     def gain_s(self, source: Candidate, trajectories: int, remaining_steps: float) -> float:
         """Rollout-seconds saved where `source` goes onto a rollout of `trajectories`, which has `remaining_steps` to go."""
@@ -230,7 +229,7 @@ def _pack(sources: Sequence[_Sized], others: Sequence[_Sized], costs: Costs | No
             gain_s = None
             if costs is not None:
                 gain_s = costs.gain_s(one, destination.trajectories, destination.remaining_steps)
-                if gain_s <= costs.least_gain_s:
+                if gain_s <= 0.0:
                     continue
             del rooms[index]
             insort(rooms, (room - load, place, destination))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from laminar_hpc.control.pace import FEWEST_SAMPLES, LENGTHS, Pace
@@ -51,20 +53,29 @@ def test_a_token_of_prefill_costs_a_share_of_a_full_step_until_one_was_seen():
     assert pace.prefill_token_s(50) == pytest.approx(0.2 / 4000)
 
 
-def test_what_is_expected_to_come_is_what_came_to_longer_ones_and_the_limit_once():
-    pace = Pace(100)
-    assert pace.remaining()(30) == 70
-    for tokens in (10, 20, 40, 90):
-        pace.note_length(tokens)
-    remaining = pace.remaining()
-    assert remaining(0) == pytest.approx((10 + 20 + 40 + 90 + 100) / 5)
-    assert remaining(20) == pytest.approx((20 + 70 + 80) / 3)  # one of 20 has not become longer
-    assert remaining(90) == 10
-    assert remaining(100) == remaining(120) == 0
+def test_while_nothing_has_ended_a_response_is_expected_to_become_as_long_as_it_may():
+    assert Pace(100).steps_left([30]) == 70
+    assert Pace(100).steps_left([30, 90]) == 70
+    assert Pace(100).steps_left([100, 130]) == Pace(100).steps_left([]) == 0
+
+
+def test_the_steps_left_are_the_median_of_the_longest():
+    pace = Pace(200)
+    for tokens in range(1, 200):
+        pace.note_length(tokens)  # uniform from 1 to 199, and the limit
+    # one response of 100: of the hundred that are longer, ln 2 are left after 31 steps
+    assert pace.steps_left([100]) == pytest.approx(100 * (1 - math.log(2)), abs=2)
+    # ten of them: after x steps 10 * (100 - x) / 100 = ln 2
+    assert pace.steps_left([100] * 10) == pytest.approx(100 - 10 * math.log(2), abs=2)
+    # the true median of the maximum of ten uniform ones: 100 * 2 ** (-1 / 10) = 93.3
+    assert pace.steps_left([100] * 10) == pytest.approx(100 * 2 ** (-1 / 10), abs=2)
+    assert pace.steps_left([100] * 10 + [199]) == pytest.approx(93, abs=2)
 
 
 def test_old_lengths_are_forgotten():
     pace = Pace(1000)
-    for tokens in [900] * 10 + [5] * LENGTHS:
+    for tokens in [400] * 2000 + [5] * LENGTHS:
         pace.note_length(tokens)
-    assert pace.remaining()(10) == 990  # of those longer than 10 only the limit is left
+    assert pace.steps_left([10]) == 990  # of those longer than 10 only the limit is left
+    pace.note_length(400)
+    assert 390 <= pace.steps_left([10]) < 990

@@ -92,14 +92,13 @@ def test_the_gain_is_the_steps_that_are_shared_less_the_prefill():
 
 
 def test_a_move_is_made_only_where_it_gains_more_than_it_costs():
-    def moves(remaining: float, token_s: float, least_gain_s: float = 0.0) -> list[tuple[int, int]]:
+    def moves(remaining: float, token_s: float) -> list[tuple[int, int]]:
         candidates = [Candidate(1, 2, 1000, 100_000, remaining), Candidate(2, 4, 3000, 100_000, 1000.0)]
-        return pairs(plan(candidates, Limits(0.9, 8), Costs(linear(0.02, 0.001), token_s, least_gain_s)))
+        return pairs(plan(candidates, Limits(0.9, 8), Costs(linear(0.02, 0.001), token_s)))
 
     assert moves(100.0, 0.001) == [(1, 2)]  # 2 s against 1 s
     assert moves(50.0, 0.001) == []  # about to be empty: 1 s against 1 s
     assert moves(100.0, 0.002) == []
-    assert moves(100.0, 0.001, least_gain_s=1.0) == []
 
 
 def test_where_steps_get_longer_by_as_much_as_is_shared_nothing_moves():
