@@ -25,7 +25,8 @@ class Generate(Command, frozen=True):
 class HandOver(Command, frozen=True):
     """Rollout `rank` gives up these trajectories, for rollout `destination` to go on with them; `HandedOver` is the answer.
 
-    `move` numbers the commands of this kind. What has ended by then, and is being graded, stays.
+    `move` numbers the commands of this kind. What has ended by then, and is being graded, stays, and so does what has not
+    come to its engine yet.
     """
 
     rank: int

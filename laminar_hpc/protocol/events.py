@@ -138,7 +138,8 @@ class Finished(RankEvent, frozen=True):
 class HandedOver(RankEvent, frozen=True):
     """The answer to `HandOver`: the rollout has given up these trajectories, and all that it had of them is in the store.
 
-    `move` is the command's; `progress` has the response tokens of each. Those it was asked for and does not name have ended.
+    `move` is the command's; `progress` has the response tokens of each. Those it was asked for and does not name have ended, or
+    have not begun yet, and stay.
     """
 
     move: int

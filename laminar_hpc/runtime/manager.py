@@ -21,6 +21,7 @@ from laminar_hpc.protocol.commands import (
     EndJob,
     Forget,
     Generate,
+    HandOver,
     Publish,
     Pull,
     Readmit,
@@ -195,7 +196,7 @@ class ManagerLoop:
                 for spec in command.trajectories:
                     self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
-            case Pull() | Attach():
+            case Pull() | Attach() | HandOver():
                 send(command.rank, command)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
