@@ -2,7 +2,7 @@
 
 Late in a batch a few long trajectories keep each rollout busy, though a decode step of three costs nearly what one of thirty
 does. Putting the rest of several rollouts onto one of them empties the others. The idea, and best fit, are Laminar's (arXiv
-2510.12633, section 5); four things differ from its algorithm as printed:
+2510.12633); four things differ from its algorithm as printed:
 
 * a destination never becomes a source, and what it has taken over counts from then on. As printed, uses of 10, 45 and 50
   with a limit of 100 end at 105: 10 goes onto 50, and then 50, counted as 50, onto 45;

@@ -29,10 +29,11 @@ def test_every_trajectory_has_the_same_tokens_with_and_without_repack(laminar: L
         run = finished(
             laminar,
             job={"rollouts": 3},
-            # the 8 groups of both steps go out under version 0: 3 of them, 3 and 2
+            # the 16 groups of the only step go out under version 0, at most 3 at once to a rollout
             rollout={"concurrency": 12, "slots": 16, "max_response_tokens": 160, "stream_interval_s": 0.02},
             repack={"enabled": enabled, "every_s": 0.1, "batch": 12, "gain_gate": False},
-            control={"steps": 2, "ahead": 2.0},
+            control={"steps": 1, "ahead": 0.0},
+            batch={"prompts": 16},
             evaluation={"every": 0},
             record={"tokens": True},
         )
@@ -47,6 +48,6 @@ def test_every_trajectory_has_the_same_tokens_with_and_without_repack(laminar: L
         found.append(responses(run))
         laminar.run_dir.rename(laminar.directory / f"repack {enabled}")
     without, with_moves = found
-    assert len(without) == 32
+    assert len(without) == 64
     assert max(map(len, without.values())) > 100
     assert with_moves == without
