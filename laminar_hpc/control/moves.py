@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from laminar_hpc.control.estimates import Estimates
 from laminar_hpc.control.fleet import Rollout
-from laminar_hpc.control.pace import Pace
 from laminar_hpc.control.pool import Trajectory, TrajectoryPool
 from laminar_hpc.policy.repack import Move
 from laminar_hpc.protocol.commands import HandOver, ReportMove
@@ -53,9 +53,9 @@ class _Followed(msgspec.Struct, eq=False):
 class Moves:
     """Follows moves; it asks for none."""
 
-    def __init__(self, pool: TrajectoryPool, pace: Pace) -> None:
+    def __init__(self, pool: TrajectoryPool, estimates: Estimates) -> None:
         self._pool = pool
-        self._pace = pace
+        self._estimates = estimates
         self._next_id = 0
         self._asked: dict[int, _Followed] = {}
         self._moved: dict[int, _Followed] = {}
@@ -111,10 +111,10 @@ class Moves:
                 steps = item.tokens - one.moved.get(item.trajectory, item.tokens)
                 if one.resumed_s is None and steps > 0 and one.handed_over_s is not None:
                     one.resumed_s = now
-                    if self._pace.known:
+                    if self._estimates.known:
                         batch = len(one.moved) + len(one.beside)
-                        one.prefill_s = max(0.0, now - one.handed_over_s - steps * self._pace.step_s(batch))
-                        self._pace.note_prefill(one.plan.tokens, one.prefill_s)
+                        one.prefill_s = max(0.0, now - one.handed_over_s - steps * self._estimates.step_s(batch))
+                        self._estimates.note_prefill(one.plan.tokens, one.prefill_s)
 
     def finished(self, trajectory: Trajectory, rollout: Rollout, now: float) -> list[ReportMove]:
         """A trajectory has ended, at `rollout`."""
@@ -191,8 +191,8 @@ class Moves:
         )
 
     def _gain_s(self, one: _Followed) -> float | None:
-        if not one.moved or not one.seen or one.prefill_s is None or not self._pace.known:
+        if not one.moved or not one.seen or one.prefill_s is None or not self._estimates.known:
             return None
-        step_s, moved, beside = self._pace.step_s, len(one.moved), len(one.beside)
+        step_s, moved, beside = self._estimates.step_s, len(one.moved), len(one.beside)
         shared_s = step_s(moved) + step_s(beside) - step_s(moved + beside)
         return min(one.steps_moved, one.steps_beside) * shared_s - one.prefill_s

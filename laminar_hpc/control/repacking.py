@@ -19,9 +19,9 @@ import math
 import msgspec
 
 from laminar_hpc.control.dispatch import Dispatcher
+from laminar_hpc.control.estimates import Estimates
 from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.moves import Moves
-from laminar_hpc.control.pace import Pace
 from laminar_hpc.control.pool import Trajectory
 from laminar_hpc.control.state import JobState
 from laminar_hpc.policy.repack import Candidate, Costs, Limits, largest_batch, plan
@@ -52,8 +52,8 @@ class Repacker:
         self._dispatcher = dispatcher
         self._rules = settings.repack
         self._on = state.mode.repack and settings.repack.enabled
-        self._pace = Pace(settings.max_response_tokens)
-        self._moves = Moves(state.pool, self._pace)
+        self._estimates = Estimates(settings.max_response_tokens)
+        self._moves = Moves(state.pool, self._estimates)
         self._heard: dict[int, _Heard] = {}
         self._next_s = 0.0
 
@@ -67,7 +67,7 @@ class Repacker:
         if before is not None and (before.incarnation, before.given) != (rollout.incarnation, rollout.given):
             before = None
         if before is not None and advance > 0 and before.said.waiting == event.waiting == 0 and before.said.running > 0:
-            self._pace.note_steps((before.said.running + event.running) / 2, advance, now - before.at_s)
+            self._estimates.note_steps((before.said.running + event.running) / 2, advance, now - before.at_s)
         streams = 1 if before is None else before.streams + 1
         self._heard[rollout.rank] = _Heard(rollout.incarnation, rollout.given, streams, now, event)
         self._moves.streamed(event.progress, now)
@@ -77,7 +77,7 @@ class Repacker:
         if not self._on:
             return []
         if trajectory.purpose is Purpose.TRAIN:
-            self._pace.note_length(trajectory.tokens)
+            self._estimates.note_length(trajectory.tokens)
         return [*self._moves.finished(trajectory, rollout, now)]
 
     def loaded(self, rollout: Rollout, version: int, now: float) -> None:
@@ -108,17 +108,17 @@ class Repacker:
         batch = self._batch()
         if batch is None:
             return commands
-        gated, known = self._rules.gain_gate, self._pace.known
-        growth = self._rules.every_s / self._pace.step_s(1) if known else 0.0
+        gated, known = self._rules.gain_gate, self._estimates.known
+        growth = self._rules.every_s / self._estimates.step_s(1) if known else 0.0
         limits = Limits(self._rules.kv_share, batch, growth)
         costs = None
         if gated:
-            costs = Costs(self._pace.step_s, self._pace.prefill_token_s(batch))
+            costs = Costs(self._estimates.step_s, self._estimates.prefill_token_s(batch))
         most = self._dispatcher.could_feed() if gated else len(self._state.fleet.rollouts)
         taken = self._moves.ranks
         for version in self._state.fleet.versions:
             if most > 0 and not self._state.pool.has_orphans(version):
-                moves = plan(self._candidates(version, batch, taken), limits, costs, most)
+                moves = plan(self._candidates(version, batch, taken, now), limits, costs, most)
                 most -= len(moves)
                 sources = self._state.fleet.rollouts
                 commands += [self._moves.ask(move, sources[move.source], now) for move in moves]
@@ -126,13 +126,13 @@ class Repacker:
 
     def _batch(self) -> int | None:
         """The most trajectories of a destination; None where it is not known yet, or a gain could not be told."""
-        rules, known = self._rules, self._pace.known
+        rules, known = self._rules, self._estimates.known
         most = rules.most_batch
         if rules.batch:
             return min(rules.batch, most) if known or not rules.gain_gate else None
-        return largest_batch(self._pace.step_s, most) if known else None
+        return largest_batch(self._estimates.step_s, most) if known else None
 
-    def _candidates(self, version: int, batch: int, taken: set[int]) -> list[Candidate]:
+    def _candidates(self, version: int, batch: int, taken: set[int], now: float) -> list[Candidate]:
         trajectories = self._state.pool.trajectories
         found = []
         for rollout in self._state.fleet.holders(version):
@@ -142,9 +142,11 @@ class Repacker:
             owned = [trajectories[id] for id in rollout.trajectories]
             if any(one.state is State.AT_TOOL for one in owned):
                 continue
-            steps = self._pace.steps_left([one.tokens for one in owned])
-            tokens = math.ceil(heard.said.kv_use * rollout.kv_capacity_tokens)
-            found.append(Candidate(rollout.rank, len(owned), tokens, rollout.kv_capacity_tokens, steps))
+            steps = self._estimates.steps_left([one.tokens for one in owned])
+            tokens = heard.said.kv_use * rollout.kv_capacity_tokens
+            if self._estimates.known:  # and those that have come since it said so
+                tokens += len(owned) * (now - heard.at_s) / self._estimates.step_s(len(owned))
+            found.append(Candidate(rollout.rank, len(owned), math.ceil(tokens), rollout.kv_capacity_tokens, steps))
         return found
 
     def _in_tail(self, rollout: Rollout, heard: _Heard, batch: int) -> bool:

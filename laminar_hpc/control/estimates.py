@@ -24,7 +24,7 @@ PRECISION = 256
 """Expected lengths are told to this part of the greatest one."""
 
 
-class Pace:
+class Estimates:
     """Estimates of times and lengths; all times in seconds."""
 
     def __init__(self, longest_tokens: int) -> None:
