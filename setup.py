@@ -30,7 +30,7 @@ setup(
         "tasks": TASKS,
         "report": REPORT,
         "all": MPI + ENGINES + TASKS + REPORT,
-        "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "ortools"],
     },
     entry_points={"console_scripts": ["laminar=laminar_hpc.cli:main"]},
 )

@@ -58,6 +58,7 @@ def all_tables(run: Run) -> list[Table]:
         staleness,
         phases,
         weights,
+        repacks,
         outcomes,
         failures,
     ]
@@ -221,6 +222,39 @@ def outcomes(run: Run) -> Table:
     ]
     note = "Reasons that differ in a number only are counted together."
     return Table("How trajectories ended", ["", "reason", "trajectories"], sorted(rows), note)
+
+
+def repacks(run: Run) -> Table:
+    """What moving the last trajectories of rollouts to others was to gain, and has gained."""
+    moves = run.table("moves")
+    if not len(moves):
+        return Table("Repacks", [], [])
+    done = moves[moves["ending"] == b"moved"]
+    known = done[~np.isnan(done["gain_s"])]
+    told = done[~np.isnan(done["expected_gain_s"])]
+    handed_s = done["handed_over_s"]
+    rows = [
+        ["moves", "", f"{len(done)} of {len(moves)} planned"],
+        ["trajectories moved", "", f"{done['trajectories'].sum():,}"],
+        ["tokens read again", "token", f"{done['tokens'].sum():,}"],
+        ["from the plan to the hand-over, mean", "s", _mean(handed_s - done["planned_s"])],
+        ["from the hand-over to the next token, mean", "s", _mean(done["resumed_s"] - handed_s)],
+        ["from the hand-over to newer weights, mean", "s", _mean(done["loaded_s"] - handed_s)],
+        ["gain expected", "s", f"{number(float(told['expected_gain_s'].sum()))} by {counted(len(told), 'move')}"],
+        ["gain found afterwards", "s", f"{number(float(known['gain_s'].sum()))} by {counted(len(known), 'move')}"],
+    ]
+    gains = known[~np.isnan(known["expected_gain_s"])]
+    if len(gains):
+        expected, actual = float(gains["expected_gain_s"].sum()), float(gains["gain_s"].sum())
+        rows.append(["of these, expected and found", "s", f"{number(expected)}, {number(actual)}"])
+    note = "A gain is time that rollouts need not spend under old weights, less the time of reading tokens again."
+    return Table("Repacks", ["", "unit", "value"], rows, note)
+
+
+def _mean(values: Floats) -> str:
+    """The mean of those that are there."""
+    there = values[~np.isnan(values)]
+    return number(float(np.mean(there))) if len(there) else ABSENT
 
 
 def failures(run: Run) -> Table:

@@ -256,6 +256,23 @@ class Control(Section):
     """eviction = "stale": groups older than this many versions go."""
 
 
+class Repack(Section):
+    """How the last trajectories of several rollouts are put together, so that the others start on newer weights."""
+
+    enabled: bool = True
+    """Off: each rollout goes on until its own last trajectory has ended, whatever the mode."""
+    every_s: Seconds = 5.0
+    """How often it is looked for; also after each publication."""
+    kv_share: Annotated[float, Field(gt=0, le=1)] = 0.99
+    """The share of its KV cache that a destination may fill until the next look."""
+    batch: Count = 0
+    """The most trajectories of a destination (0: the most whose decode step, as measured while the job runs, takes at most
+    1.5 times that of 8). Never more than `rollout.slots`."""
+    gain_gate: bool = True
+    """Move only where more time is expected to be saved than the prefill takes, and while there are prompts to hand out. Off:
+    whatever fits is moved."""
+
+
 class Evaluation(Section):
     """Held-out prompts, answered beside training."""
 
@@ -322,6 +339,7 @@ class Config(Section):
     trainer: Trainer = Trainer()
     batch: Batch = Batch()
     control: Control = Control()
+    repack: Repack = Repack()
     evaluation: Evaluation = Evaluation()
     weights: Weights = Weights()
     record: Record = Record()

@@ -84,7 +84,7 @@ class Checkpoints:
         return []
 
     def _commit(self) -> list[Command]:
-        if len(self._have_state) < self._trainers or not self._have_books:
+        if len(self._have_state) < self._trainers or not self._have_books or self._committing:
             return []
         assert self._writing is not None, "parts belong to a checkpoint that is being made"
         self._committing = True

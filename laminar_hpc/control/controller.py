@@ -7,13 +7,14 @@ The job, as the controller sees it:
 
     STARTING (trainers report) -> RUNNING (version 0 is announced) -> ENDED (`EndJob` is out; every further event is void)
 
-While it runs, four loops turn side by side:
+While it runs, five loops turn side by side:
 
 * rollouts load weights, are given work, finish trajectories                              dispatch.py
 * groups are handed out, finish, are buffered, taken, consumed                            experience.py
 * steps begin when the buffer has enough and the last version is published               training.py
 * versions are announced with each step, published                                       versions.py
   and from there broadcast, held by relays, released, through the loss of relays         distribution.py
+* rollouts in their tail hand their trajectories over to others, and are free             repacking.py
 
 The loss of a trainer ends the job, and so does that of the last relay; the others go on without a lost relay or rollout.
 
@@ -32,6 +33,7 @@ from laminar_hpc.control.checkpoints import Checkpoints
 from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.experience import Experience
 from laminar_hpc.control.fleet import Member, Rollout, Trainer
+from laminar_hpc.control.repacking import Repacker
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.snapshot import Snapshot, capture, kept_trajectories, restore
@@ -46,6 +48,7 @@ from laminar_hpc.protocol.events import (
     Committed,
     Event,
     Finished,
+    HandedOver,
     JobFailed,
     LinkStalled,
     Loaded,
@@ -105,6 +108,7 @@ class Controller:
         self._checkpoints = Checkpoints(settings.trainers)
         self._dispatcher = Dispatcher(self._state)
         self._experience = Experience(self._state, self._training, self._checkpoints)
+        self._repacker = Repacker(self._state, self._dispatcher)
         self._begun = False
         self._handlers: dict[type[Event], tuple[Role, Handler]] = {
             Published: (Role.TRAINER, self._published),
@@ -112,6 +116,7 @@ class Controller:
             Loaded: (Role.ROLLOUT, self._loaded),
             Streamed: (Role.ROLLOUT, self._streamed),
             Finished: (Role.ROLLOUT, self._finished),
+            HandedOver: (Role.ROLLOUT, self._handed_over),
             WentToTool: (Role.ROLLOUT, self._went_to_tool),
             CameFromTool: (Role.ROLLOUT, self._came_from_tool),
             StateWritten: (Role.TRAINER, self._state_written),
@@ -127,6 +132,8 @@ class Controller:
             commands += self._proceed(now)
             commands += self._finish_job(now)
             commands += self._give_up(now)
+        if self.outcome is None:
+            commands += self._repacker.check(now)
         return commands
 
     def _from_outside(self, event: Event, now: float) -> list[Command]:
@@ -256,11 +263,11 @@ class Controller:
     def _end(self, outcome: str, reason: str, now: float) -> list[Command]:
         self.outcome = outcome
         if outcome == "requeue":  # what is open is in the checkpoint, and the next attempt says what becomes of it
-            return [EndJob(reason, outcome)]
+            return [*self._repacker.ended(), EndJob(reason, outcome)]
         settlement = Settlement(self._state, now)
         for group in list(self._state.ledger.groups.values()):
             settlement.group(group, State.RETURNED, f"the job has {outcome}: {reason}")
-        return [*settlement.commands(f"the job has {outcome}"), EndJob(reason, outcome)]
+        return [*self._repacker.ended(), *settlement.commands(f"the job has {outcome}"), EndJob(reason, outcome)]
 
     # --- ranks come and go ------------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class Controller:
 
     def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
         state, known = self._state, self._state.fleet.rollouts.get(event.rank)
-        commands = self._dispatcher.lost(known, now) if known is not None and known.alive else []
+        commands = self._lost_rollout(known, now) if known is not None and known.alive else []
         rollout = state.fleet.add_rollout(event)
         commands += state.distribution.rollout_ready(event)
         state.work_has_appeared = True
@@ -301,8 +308,11 @@ class Controller:
     def _lost(self, event: RankLost, member: Member, now: float) -> list[Command]:
         if isinstance(member, Rollout):
             self._state.distribution.readers.lose(member.rank)
-            return self._dispatcher.lost(member, now)
+            return self._lost_rollout(member, now)
         return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
+
+    def _lost_rollout(self, rollout: Rollout, now: float) -> list[Command]:
+        return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, now)]
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
@@ -315,6 +325,7 @@ class Controller:
         if self.settings.evaluates(step) and step > state.evaluated_step:
             state.evaluated_step = step
             state.rounds.open(event.version, self.settings.evaluated_prompts)
+        self._repacker.published(now)
         return state.distribution.published(event.version, shares, now) + self._experience.evict(now)
 
     def _from_relay(self, event: RankEvent, role: Role, now: float) -> list[Command]:
@@ -364,14 +375,19 @@ class Controller:
             )
         if not state.fleet.finish_loading(rollout, event.version):
             return []
+        self._repacker.loaded(rollout, event.version, now)
         state.work_has_appeared |= self._dispatcher.refreshes_together
         return self._dispatcher.consider(rollout, now)
 
     # --- trajectories and steps -------------------------------------------------------------------------------------
 
     def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:
-        self._state.pool.stream(event.progress, rollout.rank)
+        advance = self._state.pool.stream(event.progress, rollout.rank)
+        self._repacker.streamed(rollout, event, advance, now)
         return []
+
+    def _handed_over(self, event: HandedOver, rollout: Rollout, now: float) -> list[Command]:
+        return self._repacker.handed_over(event, rollout, now)
 
     def _went_to_tool(self, event: WentToTool, rollout: Rollout, now: float) -> list[Command]:
         self._state.pool.go_to_tool(event.trajectory, rollout.rank)
@@ -393,7 +409,8 @@ class Controller:
             )
         state.fleet.release(rollout, trajectory.id)
         state.pool.finish(trajectory, event, state.versions.staleness(trajectory.version), now)
-        commands = self._experience.finished(trajectory, now)
+        commands = self._repacker.finished(trajectory, rollout, now)
+        commands += self._experience.finished(trajectory, now)
         commands += self._proceed(now)  # first, so that a step that begins makes room, and who waits longer goes first
         return commands + self._dispatcher.consider(rollout, now)
 

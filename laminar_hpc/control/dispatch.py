@@ -18,6 +18,7 @@ one is lost, its group, finished members included, starts over; so does an evalu
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -42,12 +43,18 @@ class Portion(msgspec.Struct, eq=False):
     fresh: bool
     trajectories: list[TrajectorySpec] = []
     taken_over: int = 0
+    moved: int = 0
     evaluation: int = 0
     groups: int = 0
 
     def command(self) -> Generate:
         """The command that hands the portion over."""
-        parts = ((self.groups, "groups"), (self.evaluation, "evaluation prompts"), (self.taken_over, "taken over"))
+        parts = (
+            (self.groups, "groups"),
+            (self.evaluation, "evaluation prompts"),
+            (self.taken_over, "taken over"),
+            (self.moved, "moved"),
+        )
         reason = ", ".join(f"{count} {what}" for count, what in parts if count)
         rollout = self.rollout
         return Generate(reason, rollout.rank, rollout.incarnation, self.version, self.trajectories)
@@ -246,6 +253,45 @@ class Dispatcher:
             group.members.append(trajectory.id)
             state.fleet.assign(rollout, trajectory.id)
             portion.trajectories.append(trajectory.spec)
+
+    # --- moves ------------------------------------------------------------------------------------------------------
+
+    def could_feed(self) -> int:
+        """How many rollouts could be given fresh work now, beyond those that have nothing to generate."""
+        state, fleet = self._state, self._state.fleet
+        one = state.rounds.handing_out
+        prompts = 0 if one is None else len(one.pending)
+        trajectories = state.settings.group_size * (len(self._restarts) + self._room()) + prompts
+        alive = [rollout for rollout in fleet.rollouts.values() if rollout.alive]
+        waiting = sum(not rollout.trajectories for rollout in alive)
+        largest = max((rollout.concurrency for rollout in alive), default=1)
+        return max(0, math.ceil(trajectories / largest) - waiting)
+
+    def pass_on(
+        self, ids: list[int], source: Rollout, destination: Rollout | None, now: float
+    ) -> tuple[list[Command], int]:
+        """Give what `source` has let go of to `destination`, as far as it has room: the commands, and how many it has taken.
+
+        The others wait, as after a loss, for any rollout of their version.
+        """
+        state = self._state
+        for id in ids:
+            state.fleet.release(source, id)
+        room = 0 if destination is None else max(0, destination.free)
+        commands: list[Command] = []
+        if destination is not None and ids[:room] and source.version is not None:
+            portion = Portion(destination, source.version, fresh=False)
+            for id in ids[:room]:
+                trajectory = state.pool.pass_on(id, Owner(destination.rank, destination.incarnation))
+                state.fleet.assign(destination, id)
+                portion.trajectories.append(trajectory.spec)
+                portion.moved += 1
+            commands.append(portion.command())
+        if ids[room:] and source.version is not None:
+            state.pool.orphan(ids[room:])
+            others = [rollout for rollout in state.fleet.holders(source.version) if rollout is not source]
+            commands += [] if state.stopping else self._give(others, now)
+        return commands, min(room, len(ids))
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

@@ -43,15 +43,19 @@ class Rollout(Member, eq=False, kw_only=True):
     """A rollout: the version it holds, the trajectories it owns in order of assignment.
 
     `loading` is the version that its last `Pull` named. `pull_due`: that one is void, and another one is to be sent; `voided`:
-    the lowest version that a void one named, whose answer may still come.
+    the lowest version that a void one named, whose answer may still come. `given` counts the trajectories that it was ever
+    given; `giving_to` is the rollout that it was asked to hand its own over to.
     """
 
     concurrency: int
+    kv_capacity_tokens: int
     version: int | None = None
     loading: int | None = None
     pull_due: bool = False
     voided: int | None = None
     trajectories: dict[int, None] = {}
+    given: int = 0
+    giving_to: int | None = None
 
     @property
     def free(self) -> int:
@@ -102,10 +106,21 @@ class Fleet:
 
     def add_rollout(self, event: RolloutReady) -> Rollout:
         """A rollout has reported, for the first time or in a new incarnation after `lose`; it holds no weights."""
-        rollout = Rollout(event.rank, event.incarnation, Role.ROLLOUT, concurrency=event.concurrency)
+        rollout = Rollout(
+            event.rank,
+            event.incarnation,
+            Role.ROLLOUT,
+            concurrency=event.concurrency,
+            kv_capacity_tokens=event.kv_capacity_tokens,
+        )
         self.members[event.rank] = self.rollouts[event.rank] = rollout
         self.alive_rollouts += 1
         return rollout
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that rollouts hold, oldest first."""
+        return sorted(self._holders)
 
     def holders(self, version: int) -> list[Rollout]:
         """The rollouts that hold this version and load no other."""
@@ -162,6 +177,7 @@ class Fleet:
             self.busy_rollouts += 1
             self.idle.pop(rollout.rank)
         rollout.trajectories[trajectory] = None
+        rollout.given += 1
 
     def release(self, rollout: Rollout, trajectory: int) -> None:
         """The rollout owns one trajectory less."""
@@ -180,6 +196,7 @@ class Fleet:
         rollout.alive = False
         rollout.version = rollout.loading = rollout.voided = None
         rollout.pull_due = False
+        rollout.giving_to = None
         rollout.trajectories = {}
         return orphans
 

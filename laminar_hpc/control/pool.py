@@ -1,7 +1,7 @@
 """The partial-response pool: every trajectory that has begun and is not settled yet, without its tokens.
 
     GENERATING <-> AT_TOOL          owned by one rollout in one incarnation
-    GENERATING, AT_TOOL -> WAITING  the owner is lost; what it streamed is kept
+    GENERATING, AT_TOOL -> WAITING  the owner is lost, or has handed it over; what it streamed is kept
     WAITING -> GENERATING           another rollout of the same version has taken it over
     GENERATING, AT_TOOL -> FINISHED no owner any more; it waits for its group, then for a batch
 
@@ -111,15 +111,20 @@ class TrajectoryPool:
             return None
         return trajectory
 
-    def stream(self, progress: list[Progress], rank: int) -> None:
-        """Note how far trajectories of `rank` have come; what it does not own, or what is old news, is passed over."""
-        trajectories = self.trajectories
+    def stream(self, progress: list[Progress], rank: int) -> int:
+        """Note how far trajectories of `rank` have come; what it does not own, or what is old news, is passed over.
+
+        The tokens that the one has gained which gained most.
+        """
+        trajectories, advance = self.trajectories, 0
         for item in progress:
             trajectory = trajectories.get(item.trajectory)
             if trajectory is None or trajectory.owner is None or trajectory.owner.rank != rank:
                 continue
             if item.tokens > trajectory.tokens:
+                advance = max(advance, item.tokens - trajectory.tokens)
                 trajectory.tokens = item.tokens
+        return advance
 
     def go_to_tool(self, id: int, rank: int) -> None:
         """The trajectory waits for a tool."""
@@ -147,7 +152,7 @@ class TrajectoryPool:
         trajectory.staleness_finish = staleness
 
     def orphan(self, ids: list[int]) -> None:
-        """The owner of these is lost."""
+        """The owner of these is lost, or has given them up."""
         for id in ids:
             trajectory = self.trajectories[id]
             trajectory.owner = None
@@ -166,6 +171,11 @@ class TrajectoryPool:
         trajectory = self.trajectories[waiting.popleft()]
         if not waiting:
             del self._orphans[version]
+        return self.pass_on(trajectory.id, owner)
+
+    def pass_on(self, id: int, owner: Owner) -> Trajectory:
+        """Give a trajectory, whose last owner has let go of it, to `owner`."""
+        trajectory = self.trajectories[id]
         trajectory.owner = owner
         trajectory.rank = owner.rank
         trajectory.state = State.GENERATING

@@ -12,6 +12,20 @@ HAND_OUTS_OF_AN_ATTEMPT = 1_000_000_000
 """Ids of attempt a begin at a times these, so that none is used twice in a run, whatever an attempt that was killed had used."""
 
 
+class RepackSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """When and how far rollouts are repacked; the config's section `repack` explains the keys.
+
+    `most_batch` is how many trajectories an engine can run at once, whatever `batch` and the decode steps allow.
+    """
+
+    enabled: bool = True
+    every_s: float = 5.0
+    kv_share: float = 0.99
+    batch: int = 0
+    gain_gate: bool = True
+    most_batch: int = 1024
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A controller's settings; the config's keys of the same names explain them.
 
@@ -20,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     one each). `attempt` is 0 for the first start of a run. `checkpoint_every` is in steps (0: only when the job is asked to
     stop), and None where there are no checkpoints. `trainer_nodes` are the keys of the
     trainers' nodes, `switches` has the switch of each node where that is known; `relay_timeout_s` is the config's.
+    `max_response_tokens` is where a response is cut.
     """
 
     mode: str
@@ -46,6 +61,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trainer_nodes: list[str] = []
     switches: dict[str, str] = {}
     relay_timeout_s: float = 5.0
+    max_response_tokens: int = 256
+    repack: RepackSettings = RepackSettings()
 
     @property
     def pipeline(self) -> Mode:

@@ -4,7 +4,8 @@ Taken when a step is done and no other has begun. What is done with each trainin
 
 * one in the buffer stays there, and keeps the version, and so the staleness, that it had;
 * one whose members are generated under the very weights of the checkpoint goes on: the attempt publishes those weights
-  again, and its members wait for a rollout that holds them;
+  again, and its members wait for a rollout that holds them. (No rollout can miss them: had the buffer held a whole step
+  besides, that step would have begun. So the next one needs groups that are generated under these weights.)
 * one of older weights, which nobody has any more, starts over; what its members had is listed as discarded.
 
 A held-out prompt that is being answered is discarded, and its round is answered again. Groups that were handed out, or

@@ -96,6 +96,8 @@ def _rollout(state: JobState, rollout: Rollout) -> str:
         return f"{name} is idle under version {rollout.version}"
     at_tool = sum(state.pool.trajectories[id].state is State.AT_TOOL for id in rollout.trajectories)
     tools = f", {at_tool} of them at a tool," if at_tool else ""
+    if rollout.giving_to is not None:
+        return f"{name} hands {len(rollout.trajectories)} trajectories over to rollout {rollout.giving_to}"
     return f"{name} generates {len(rollout.trajectories)} trajectories{tools} under version {rollout.version}"
 
 

@@ -19,19 +19,21 @@ class Refresh(str, Enum):
 class Mode(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline.
 
-    `cohorts_ahead` bounds the hand-out by whole steps (None: `control.ahead` of the config bounds it instead).
+    `cohorts_ahead` bounds the hand-out by whole steps (None: `control.ahead` of the config bounds it instead). `repack`:
+    rollouts in their tail may give their trajectories to others of their version.
     What a pipeline guarantees follows from it: `staleness.bound`.
     """
 
     name: str
     refresh: Refresh
     cohorts_ahead: int | None
+    repack: bool
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode(name="sync", refresh=Refresh.TOGETHER, cohorts_ahead=0),
-        Mode(name="laminar", refresh=Refresh.OWN_BOUNDARY, cohorts_ahead=None),
+        Mode(name="sync", refresh=Refresh.TOGETHER, cohorts_ahead=0, repack=False),
+        Mode(name="laminar", refresh=Refresh.OWN_BOUNDARY, cohorts_ahead=None, repack=True),
     )
 }

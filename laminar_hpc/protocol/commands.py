@@ -22,6 +22,20 @@ class Generate(Command, frozen=True):
     trajectories: list[TrajectorySpec]
 
 
+class HandOver(Command, frozen=True):
+    """Rollout `rank` gives up these trajectories, for rollout `destination` to go on with them; `HandedOver` is the answer.
+
+    `move` numbers the commands of this kind. What has ended by then, and is being graded, stays, and so does what has not
+    come to its engine yet.
+    """
+
+    rank: int
+    incarnation: int
+    move: int
+    destination: int
+    trajectories: list[int]
+
+
 class Pull(Command, frozen=True):
     """Rollout `rank` loads the newest version its relay holds, `version` at least."""
 
@@ -216,6 +230,33 @@ class ReportStep(Command, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class ReportMove(Command, frozen=True, kw_only=True):
+    """What came of `HandOver` number `move`; the reason is the plan's. Times are in the clock of `now`.
+
+    `ending` says in words what became of it. `trajectories` and `tokens` are those that another rollout has read again, for
+    `prefill_s`. `gain_s` is what the move has gained, by the formula of the expectation (policy/repack.py) from the steps that
+    were really left to both and from `prefill_s`; None where nothing was moved or its end was not seen. The source was
+    empty at `released_s`, and had `loaded_version`, a newer one, at `loaded_s`.
+    """
+
+    move: int
+    version: int
+    source: int
+    destination: int
+    ending: str
+    trajectories: int
+    tokens: int
+    planned_s: float
+    handed_over_s: float | None
+    resumed_s: float | None
+    released_s: float | None
+    loaded_s: float | None
+    loaded_version: int | None
+    prefill_s: float | None
+    expected_gain_s: float | None
+    gain_s: float | None
+
+
 class ReportEvaluation(Command, frozen=True, kw_only=True):
     """The held-out prompts were answered by one version.
 
@@ -239,6 +280,7 @@ class EndJob(Command, frozen=True):
 
 AnyCommand = (
     Generate
+    | HandOver
     | Pull
     | Train
     | Publish
@@ -255,6 +297,7 @@ AnyCommand = (
     | Readmit
     | Settle
     | ReportStep
+    | ReportMove
     | ReportEvaluation
     | EndJob
 )

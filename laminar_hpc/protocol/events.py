@@ -47,12 +47,14 @@ class RankHeard(RankEvent, frozen=True):
 class RolloutReady(RankEvent, frozen=True):
     """A rollout's engine is up, without weights.
 
-    `relay` is the rank it pulls from; `concurrency` how many trajectories it takes at once, waiting ones included.
+    `relay` is the rank it pulls from; `concurrency` how many trajectories it takes at once, waiting ones included;
+    `kv_capacity_tokens` how many tokens its KV cache has room for (0: not known).
     """
 
     node: str
     relay: int
     concurrency: int
+    kv_capacity_tokens: int = 0
 
 
 class Published(RankEvent, frozen=True):
@@ -131,6 +133,17 @@ class Finished(RankEvent, frozen=True):
     verdict: Verdict
     reward: float
     score: float | None = None
+
+
+class HandedOver(RankEvent, frozen=True):
+    """The answer to `HandOver`: the rollout has given up these trajectories, and all that it had of them is in the store.
+
+    `move` is the command's; `progress` has the response tokens of each. Those it was asked for and does not name have ended, or
+    have not begun yet, and stay.
+    """
+
+    move: int
+    progress: list[Progress]
 
 
 class WentToTool(RankEvent, frozen=True):
@@ -232,6 +245,7 @@ AnyEvent = (
     | Loaded
     | Streamed
     | Finished
+    | HandedOver
     | WentToTool
     | CameFromTool
     | Trained

@@ -257,10 +257,11 @@ class StartEngine(Message, frozen=True):
 
 
 class EngineUp(Message, frozen=True):
-    """The engine is built and waits for weights."""
+    """The engine is built and waits for weights. `kv_capacity_tokens` is the room of its KV cache (0: not known)."""
 
     concurrency: int
     seconds: float
+    kv_capacity_tokens: int = 0
 
 
 class LoadWeights(Message, frozen=True):
@@ -286,7 +287,7 @@ class AddTrajectory(Message, frozen=True):
 
 
 class AbortTrajectories(Message, frozen=True):
-    """Drop these."""
+    """Give these up, those that have ended excepted; the next `EngineOutput` has their last tokens and names them."""
 
     trajectories: list[int]
 
@@ -299,7 +300,10 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class EngineOutput(Message, frozen=True):
-    """What the engine has generated since the last such message, and how full it is."""
+    """What the engine has generated since the last such message, and how full it is.
+
+    `released` are trajectories that it has given up; None where it was not asked to.
+    """
 
     blocks: list[Block]
     ended: list[Ended]
@@ -307,6 +311,7 @@ class EngineOutput(Message, frozen=True):
     running: int
     waiting: int
     busy_s: float
+    released: list[int] | None = None
 
 
 # --- a driver <-> its task worker -----------------------------------------------------------------------------------

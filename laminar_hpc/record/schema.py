@@ -5,6 +5,7 @@ SCHEMA_VERSION goes up by one with every change that would make an older reader 
     1  first layout: one compound dataset for each table, byte streams beside `events`, `commands` and `tokens`
     2  `checkpoints`, `relay_events`, `what` in `relay_versions`, files of spares; in `pulls` `copy_s`, and `pause_s` for
        `load_s`; `publications` come when their digest is known
+    3  `moves`
 
 A table is one compound dataset, so its columns are always equally long, also after a kill. There are no variable-length
 types: text is UTF-8 in a fixed number of bytes, enumerations are HDF5 enums over one byte (new names go to the end).
@@ -20,7 +21,7 @@ import re
 import msgspec
 import numpy as np
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 MISSING = -1
 """In a signed integer column: there is no value."""
@@ -344,6 +345,30 @@ TABLES: dict[str, Table] = {
                 _seconds("stall_s", "how long the slowest trainer stood still for it"),
                 _total("nbytes", "byte", "length of all parts"),
                 _text("reason", 160, "why it was given up"),
+            ),
+        ),
+        Table(
+            "moves",
+            ("manager",),
+            "Every move of a rollout's last trajectories to another one: what was expected, and what came of it",
+            (
+                _count("move", "1", "number of the move, 0 first"),
+                _VERSION,
+                _count("source", "rank", "the rollout that was to be emptied"),
+                _count("destination", "rank", "the rollout that was to go on"),
+                _text("reason", 112, "what was planned"),
+                _text("ending", 56, "what became of it: moved, or why not"),
+                _count("trajectories", "1", "trajectories that the destination has taken"),
+                _total("tokens", "token", "tokens that it read again, prompts of those included that ended there"),
+                _instant("planned_s", "when the source was told"),
+                _instant("handed_over_s", "when it had given them up", nullable=True),
+                _instant("resumed_s", "when the first of them had a new token at the destination", nullable=True),
+                _instant("released_s", "when the source was empty", nullable=True),
+                _instant("loaded_s", "when the source had newer weights, if that was what it did next", nullable=True),
+                _count("loaded_version", "version", "these weights", nullable=True),
+                _real("prefill_s", "s", "from hand-over to first token, without decode steps", nullable=True),
+                _real("expected_gain_s", "s", "time of a rollout that it was to save, less its cost", nullable=True),
+                _real("gain_s", "s", "what it saved, from the steps that both then had left", nullable=True),
             ),
         ),
         Table(

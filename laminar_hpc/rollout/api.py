@@ -54,6 +54,9 @@ class Engine(Protocol):
     concurrency: int
     """How many trajectories may be in the engine, waiting ones included."""
 
+    kv_capacity_tokens: int
+    """How many tokens the KV cache has room for."""
+
     def add(self, request: Request) -> Stop | None:
         """Take a trajectory in; it waits until the KV cache has room. EngineError where it can never fit.
 

@@ -70,6 +70,7 @@ class TorchEngine:
         self._stop_tokens = read_end_tokens(config.model.path)
         self._limits = limits
         self._places = limits.max_prompt_tokens + limits.max_response_tokens
+        self.kv_capacity_tokens = limits.slots * self._places
         self._cache = self._build_cache()
         self._lent = KeptMappings(pin)
         self._version: int | None = None
@@ -123,7 +124,7 @@ class TorchEngine:
     def stats(self) -> EngineStats:
         """As in `Engine`."""
         used = sum(row.tokens for row in self._running)
-        return EngineStats(used / (self._limits.slots * self._places), len(self._running), len(self._waiting))
+        return EngineStats(used / self.kv_capacity_tokens, len(self._running), len(self._waiting))
 
     def load(self, version: int, manifest: Manifest, lease: Lease) -> None:
         """As in `Engine`. EngineError names the tensor that does not fit the model; then nothing has been copied."""

@@ -88,6 +88,8 @@ class VllmEngine:
         self._ends = read_end_tokens(config.model.path)
         self._stats = _LatestStats(None)
         self._engine = self._start(config)
+        cache = self._engine.vllm_config.cache_config
+        self.kv_capacity_tokens = cache.num_gpu_blocks * cache.block_size
         self._vocabulary = self._engine.model_config.get_vocab_size()
         self._layout: Manifest | None = None
         self._version: int | None = None

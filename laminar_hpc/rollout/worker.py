@@ -1,9 +1,8 @@
 """The engine worker: the process in which a rollout's inference engine runs, driven over a channel.
 
 It answers each message in the order of arrival, makes one decode step after another while it holds trajectories, and
-tells what it has generated every `rollout.stream_interval_s`, or at once when a trajectory ends. Idle, it sleeps in the
-channel. Tokens of an aborted trajectory that have not been told yet are dropped: whoever goes on with it from what has
-been told gets the same ones.
+tells what it has generated every `rollout.stream_interval_s`, or at once when a trajectory ends or is given up: then its last
+tokens too, so that nothing is generated twice. Idle, it sleeps in the channel.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ def main(channel: Channel) -> None:
     began_s = time.perf_counter()
     config = Config.model_validate_json(start.config)
     worker = EngineWorker(config, start.manifest, _engine_with_threads(config, start.device))
-    channel.send(EngineUp(worker.engine.concurrency, time.perf_counter() - began_s))
+    engine = worker.engine
+    channel.send(EngineUp(engine.concurrency, time.perf_counter() - began_s, engine.kv_capacity_tokens))
     while True:
         message = channel.receive(None if worker.idle else 0.0)
         while message is not None:
@@ -83,16 +83,16 @@ class EngineWorker:
         self._config = config
         self._manifest = manifest
         self._version: int | None = None
-        self._untold: dict[int, _Untold] = {}  # of every trajectory whose end has not been told
+        self._untold: dict[int, _Untold] = {}  # of every trajectory whose end, or leave, has not been told
         self._ended: list[Ended] = []
-        self._aborted = False
+        self._released: list[int] | None = None  # what was given up since; None: nobody asked
         self._busy_s = 0.0
         self._told_s = time.perf_counter()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left to generate or to tell."""
-        return not (self._untold or self._ended or self._aborted)
+        return not (self._untold or self._ended or self._released is not None)
 
     def handle(self, message: AnyRecord) -> WeightsLoaded | None:
         """Do what the driver asks, and return the answer if there is one."""
@@ -119,8 +119,8 @@ class EngineWorker:
         self._busy_s += time.perf_counter() - began_s
 
     def has_news(self, now_s: float) -> bool:
-        """Whether an output is due: something ended or was dropped, or the interval is over while there is work."""
-        if self._ended or self._aborted:
+        """Whether an output is due: something ended or was to be given up, or the interval is over while there is work."""
+        if self._ended or self._released is not None:
             return True
         return bool(self._untold) and now_s - self._told_s >= self._config.rollout.stream_interval_s
 
@@ -128,14 +128,16 @@ class EngineWorker:
         """All that has not been told, a block for each trajectory with new tokens; it counts as told from now on."""
         blocks = [self._block(trajectory, untold) for trajectory, untold in self._untold.items() if untold.tokens]
         stats = self.engine.stats()
-        output = EngineOutput(blocks, self._ended, stats.kv_use, stats.running, stats.waiting, self._busy_s)
-        for ended in self._ended:
-            del self._untold[ended.trajectory]
+        output = EngineOutput(
+            blocks, self._ended, stats.kv_use, stats.running, stats.waiting, self._busy_s, self._released
+        )
+        for gone in (*(ended.trajectory for ended in self._ended), *(self._released or ())):
+            del self._untold[gone]
         for untold in self._untold.values():
             untold.offset += len(untold.tokens)
             untold.tokens, untold.logprobs = [], []
         self._ended = []
-        self._aborted = False
+        self._released = None
         self._busy_s = 0.0
         self._told_s = now_s
         return output
@@ -162,12 +164,13 @@ class EngineWorker:
             self._ended.append(Ended(spec.id, stop))
 
     def _abort(self, trajectories: list[int]) -> None:
-        dropped = set(trajectories)
-        for trajectory in dropped & self._untold.keys():
-            self.engine.abort(trajectory)
-            del self._untold[trajectory]
-            self._aborted = True
-        self._ended = [ended for ended in self._ended if ended.trajectory not in dropped]
+        ended = {one.trajectory for one in self._ended}
+        released = self._released or []
+        for trajectory in trajectories:
+            if trajectory in self._untold and trajectory not in ended and trajectory not in released:
+                self.engine.abort(trajectory)
+                released.append(trajectory)
+        self._released = released
 
     def _load(self, message: LoadWeights) -> WeightsLoaded:
         began_s = time.perf_counter()

@@ -28,6 +28,7 @@ from laminar_hpc.protocol.commands import (
     EndJob,
     Forget,
     Generate,
+    HandOver,
     Publish,
     Pull,
     Readmit,
@@ -228,7 +229,7 @@ class ManagerLoop:
                 for spec in command.trajectories:
                     self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
-            case Pull() | Attach():
+            case Pull() | Attach() | HandOver():
                 send(command.rank, command)
             case Checkpoint():
                 self._save(command)

@@ -16,6 +16,7 @@ from laminar_hpc.protocol.commands import (
     Publish,
     Release,
     ReportEvaluation,
+    ReportMove,
     ReportStep,
     Settle,
 )
@@ -127,6 +128,8 @@ class ManagerRecord:
                         self._writer.add("groups", **msgspec.structs.asdict(group))
                 case ReportStep():
                     self._step(command)
+                case ReportMove():
+                    self._writer.add("moves", **msgspec.structs.asdict(command))
                 case ReportEvaluation():
                     self._evaluation(command, now)
                 case _:

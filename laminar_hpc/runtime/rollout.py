@@ -2,7 +2,7 @@
 
 The engine runs in a worker process, prompts and grading in another; this rank passes between them, the store and the
 manager, and decides nothing. A trajectory's way: encode its prompt (or fetch what the store has of it) -> generate,
-streaming what there is to the store -> grade -> finished.
+streaming what there is to the store -> grade -> finished; or, until its generation has ended, handed over to another rollout.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections import deque
 from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Attach, Generate, Pull
-from laminar_hpc.protocol.events import Finished, Loaded, Progress, RankLost, RolloutReady, Streamed
+from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Pull
+from laminar_hpc.protocol.events import Finished, HandedOver, Loaded, Progress, RankLost, RolloutReady, Streamed
 from laminar_hpc.protocol.peer import (
+    AbortTrajectories,
     AddTrajectory,
     Append,
     ChunkGone,
@@ -81,6 +82,7 @@ class RolloutLoop:
         self._active: dict[int, _Active] = {}
         self._encoding: dict[tuple[Purpose, int], list[int]] = {}
         self._fetching: dict[int, list[int]] = {}
+        self._giving: int | None = None  # the move that the engine was asked to give trajectories up for
         self._requests = 0
         if rank.me.relay_rank is None:
             raise ProtocolError(f"{rank.name}: no relay on this node")
@@ -100,6 +102,8 @@ class RolloutLoop:
                 self._start_engine_at = now
             case Generate():
                 self._generate(message, now)
+            case HandOver():
+                self._hand_over(message, now)
             case Pull():
                 if message.incarnation == self._incarnation:
                     self._engine_heard_s = now
@@ -190,6 +194,23 @@ class RolloutLoop:
             self._fetching[self._requests] = resumed
             self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, resumed))
 
+    def _hand_over(self, command: HandOver, now: float) -> None:
+        """The engine gives up what it has of these, and tells their last tokens; what has not reached it yet, stays."""
+        if command.incarnation != self._incarnation:
+            return
+        self._engine_heard_s = now
+        self._giving = command.move
+        self._tell_engine(AbortTrajectories(command.trajectories))
+
+    def _handed_over(self, released: list[int]) -> None:
+        """What the engine has given up is forgotten here, and named to the manager."""
+        if self._giving is None:
+            raise ProtocolError(f"{self._rank.name}: its engine has given up trajectories that nobody asked for")
+        move, self._giving = self._giving, None
+        progress = [Progress(trajectory, self._active.pop(trajectory).response_tokens) for trajectory in released]
+        rank = self._rank.world.rank
+        self._rank.tell_manager(HandedOver(rank=rank, incarnation=self._incarnation, move=move, progress=progress))
+
     def _encode(self, spec: TrajectorySpec) -> None:
         """Ask for the prompt's tokens, once for all members of a group."""
         waiting = self._encoding.setdefault((spec.purpose, spec.prompt), [])
@@ -225,7 +246,7 @@ class RolloutLoop:
             match message:
                 case EngineUp():
                     self._engine_up = True
-                    self._say_ready(message.concurrency)
+                    self._say_ready(message)
                 case EngineOutput():
                     self._stream(message, now)
                 case WeightsLoaded():
@@ -237,7 +258,7 @@ class RolloutLoop:
                     raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from its engine")
         return bool(messages)
 
-    def _say_ready(self, concurrency: int) -> None:
+    def _say_ready(self, engine: EngineUp) -> None:
         me = self._rank.me
         self._rank.tell_manager(
             RolloutReady(
@@ -245,7 +266,8 @@ class RolloutLoop:
                 incarnation=self._incarnation,
                 node=me.node,
                 relay=self._weights.relay,
-                concurrency=concurrency,
+                concurrency=engine.concurrency,
+                kv_capacity_tokens=engine.kv_capacity_tokens,
             )
         )
 
@@ -282,6 +304,8 @@ class RolloutLoop:
                 active_or_none.stop = ended.stop
                 spec = active_or_none.spec
                 self._grader.grade(spec.id, spec.purpose, spec.prompt, b"".join(active_or_none.response))
+        if output.released is not None:
+            self._handed_over(output.released)
 
     def _loaded(self, message: WeightsLoaded, now: float) -> None:
         rank = self._rank
@@ -370,7 +394,7 @@ class RolloutLoop:
         generating = any(active.prompt and active.stop is None for active in self._active.values())
         if not self._engine_up:
             bound_s, what = self._rank.config.job.start_timeout_s, "did not come up"
-        elif generating or self._weights.loading:
+        elif generating or self._weights.loading or self._giving is not None:
             bound_s, what = self._rank.config.rollout.timeout_s, "said nothing, with work to do,"
         else:
             return
@@ -400,5 +424,6 @@ class RolloutLoop:
         self._active.clear()
         self._encoding.clear()
         self._fetching.clear()
+        self._giving = None
         self._weights.drop()
         self._grader.forget_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.control.controller import Settings
+from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.tasks.build import prompt_counts
 
@@ -38,4 +39,13 @@ def controller_settings(
         relay_timeout_s=config.weights.relay_timeout_s,
         trainer_nodes=sorted({placement.node for placement in placements if placement.role is Role.TRAINER}),
         switches=switches,
+        max_response_tokens=config.rollout.max_response_tokens,
+        repack=RepackSettings(
+            enabled=config.repack.enabled,
+            every_s=config.repack.every_s,
+            kv_share=config.repack.kv_share,
+            batch=config.repack.batch,
+            gain_gate=config.repack.gain_gate,
+            most_batch=min(config.rollout.slots, config.rollout.concurrency),
+        ),
     )

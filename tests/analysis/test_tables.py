@@ -204,3 +204,58 @@ def test_the_summary_names_ranks_and_program(tmp_path: Path, make_ledger: MakeLe
 )
 def test_numbers(value: float, shown: str) -> None:
     assert tables.number(value) == shown
+
+
+def test_moves_show_what_was_expected_beside_what_was_found(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(2)
+    row: dict[str, Any] = {
+        "version": 0,
+        "source": 3,
+        "destination": 4,
+        "reason": "2 trajectories with 40 tokens onto rollout 4, which then has 5, 2 s gained",
+        "ending": "moved",
+        "trajectories": 2,
+        "tokens": 40,
+        "planned_s": 1.0,
+        "handed_over_s": 1.5,
+        "resumed_s": 2.0,
+        "released_s": 1.5,
+        "loaded_s": 3.5,
+        "loaded_version": 1,
+        "prefill_s": 0.25,
+        "expected_gain_s": 2.0,
+        "gain_s": 1.5,
+    }
+    absent = dict.fromkeys(["handed_over_s", "resumed_s", "released_s", "loaded_s", "loaded_version", "prefill_s"])
+    ledger.table("moves").extend(
+        [
+            {**row, "move": 0},
+            {**row, "move": 1, "trajectories": 3, "resumed_s": 3.0, "loaded_s": None, "gain_s": None},
+            {
+                **row,
+                "move": 2,
+                **absent,
+                "ending": "the source was lost",
+                "trajectories": 0,
+                "tokens": 0,
+                "gain_s": None,
+            },
+        ]
+    )
+    table = tables.repacks(run := ledger.write(tmp_path / "run"))
+    assert table in tables.all_tables(run)
+    assert table.rows == [
+        ["moves", "", "2 of 3 planned"],
+        ["trajectories moved", "", "5"],
+        ["tokens read again", "token", "80"],
+        ["from the plan to the hand-over, mean", "s", "0.500"],
+        ["from the hand-over to the next token, mean", "s", "1.00"],
+        ["from the hand-over to newer weights, mean", "s", "2.00"],
+        ["gain expected", "s", "4.00 by 2 moves"],
+        ["gain found afterwards", "s", "1.50 by 1 move"],
+        ["of these, expected and found", "s", "2.00, 1.50"],
+    ]
+
+
+def test_a_run_without_moves_has_no_table_of_them(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    assert tables.repacks(make_ledger(2).write(tmp_path / "run")).rows == []

@@ -21,6 +21,7 @@ from laminar_hpc.protocol.commands import (
     Command,
     Commit,
     Generate,
+    HandOver,
     Publish,
     Pull,
     Release,
@@ -31,6 +32,7 @@ from laminar_hpc.protocol.events import (
     Committed,
     Event,
     Finished,
+    HandedOver,
     Loaded,
     Progress,
     Published,
@@ -44,6 +46,9 @@ from laminar_hpc.protocol.events import (
     WentToTool,
 )
 from laminar_hpc.protocol.trajectory import Stop, TrajectorySpec, Verdict
+
+KV_CAPACITY_TOKENS = 200
+"""Of each rollout's engine: room for ten to twenty of the trajectories here."""
 
 
 class TrainerRank(msgspec.Struct, eq=False):
@@ -79,6 +84,7 @@ class RolloutRank(msgspec.Struct, eq=False):
     lent: int | None = None
     copied: bool = False
     tasks: dict[int, Task] = {}
+    asked: deque[HandOver] = msgspec.field(default_factory=deque)
 
     def attach(self, relay: int) -> None:
         self.relay, self.wanted = relay, None
@@ -167,6 +173,10 @@ class FakeCluster:
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
                     rollout.pull(command.version)
+            case HandOver():
+                rollout = self._by_rank[command.rank]
+                if rollout.incarnation == command.incarnation:
+                    rollout.asked.append(command)
             case Generate():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
@@ -191,6 +201,8 @@ class FakeCluster:
                 moves.append(lambda rollout=rollout: self.come(rollout))
             elif rollout.lent is not None or (rollout.wanted is not None and self._can_lend(rollout, rollout.wanted)):
                 moves.append(lambda rollout=rollout: self._load(rollout))
+            if rollout.asked:
+                moves.append(lambda rollout=rollout: self._hand_over(rollout))
             moves += [lambda rollout=rollout, task=task: self.finish(rollout, task) for task in rollout.tasks.values()]
         return moves
 
@@ -229,7 +241,9 @@ class FakeCluster:
     def come(self, rollout: RolloutRank) -> Event:
         """A rollout reports."""
         rollout.ready = True
-        return RolloutReady(rollout.rank, rollout.incarnation, rollout.node, rollout.relay, rollout.concurrency)
+        return RolloutReady(
+            rollout.rank, rollout.incarnation, rollout.node, rollout.relay, rollout.concurrency, KV_CAPACITY_TOKENS
+        )
 
     def _can_lend(self, rollout: RolloutRank, version: int) -> bool:
         relay = self.relays.by_rank[rollout.relay]
@@ -269,6 +283,16 @@ class FakeCluster:
             score if penalty else None,
         )
 
+    def _hand_over(self, rollout: RolloutRank) -> Event:
+        """It gives up what it was asked for, but for what has ended and is being graded."""
+        command = rollout.asked.popleft()
+        progress = []
+        for id in command.trajectories:
+            if id in rollout.tasks and self.random.random() < 0.9:
+                task = rollout.tasks.pop(id)
+                progress.append(Progress(id, task.tokens + self.random.randint(0, 3)))
+        return HandedOver(rollout.rank, rollout.incarnation, command.move, progress)
+
     # --- what else may happen ---------------------------------------------------------------------------------------
 
     def stream(self, rollout: RolloutRank) -> Event:
@@ -278,7 +302,10 @@ class FakeCluster:
             if self.random.random() < 0.5:
                 task.tokens += self.random.randint(1, 4)
                 progress.append(Progress(task.spec.id, task.tokens))
-        return Streamed(rollout.rank, rollout.incarnation, progress, 0.5, len(rollout.tasks), 0)
+        used = sum(5 + task.tokens for task in rollout.tasks.values())
+        waiting = self.random.choice([0, 0, 0, 1])
+        kv_use = min(1.0, used / KV_CAPACITY_TOKENS)
+        return Streamed(rollout.rank, rollout.incarnation, progress, kv_use, len(rollout.tasks), waiting)
 
     def use_tool(self, rollout: RolloutRank, task: Task) -> Event:
         """A trajectory goes to its tool, or comes from it."""
@@ -292,11 +319,14 @@ class FakeCluster:
         self.ghosts += [self._finished(rollout, task) for task in rollout.tasks.values()]
         if rollout.lent is not None and rollout.copied:
             self.ghosts.append(Loaded(rollout.rank, rollout.incarnation, rollout.loaded(), b"", 0.0, 0.1))
+        if rollout.asked:
+            self.ghosts.append(self._hand_over(rollout))
         if rollout.tasks:
             self.ghosts.append(self.stream(rollout))
         rollout.ready = rollout.copied = False
         rollout.wanted = rollout.lent = None
         rollout.version = -1
         rollout.tasks = {}
+        rollout.asked.clear()
         rollout.incarnation += 1
         return lost

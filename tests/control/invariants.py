@@ -18,9 +18,11 @@ from laminar_hpc.protocol.commands import (
     Commit,
     EndJob,
     Generate,
+    HandOver,
     Publish,
     Pull,
     ReportEvaluation,
+    ReportMove,
     ReportStep,
     Settle,
     Train,
@@ -29,6 +31,7 @@ from laminar_hpc.protocol.commands import (
 from laminar_hpc.protocol.events import (
     Event,
     Finished,
+    HandedOver,
     Loaded,
     Published,
     RankLost,
@@ -107,8 +110,13 @@ class InvariantChecker:
         self.tier = TierChecker(settings.trainers, settings.relays)
         self.trainers: dict[int, int] = {}
         self.cohort_versions: set[int] = set()
+        self.moves: dict[int, HandOver] = {}
+        self.open_moves: set[int] = set()
+        """Moves whose source has neither answered nor been lost."""
+        self.moves_reported: set[int] = set()
         self.ended: EndJob | None = None
         self.stopping = False
+        self._first_was_held = False
 
     def start_again(self, settings: Settings) -> None:
         """Another attempt, without a checkpoint: nothing of what was before counts."""
@@ -156,6 +164,8 @@ class InvariantChecker:
                 see(command)
         assert self._consecutive(self.trajectories), "trajectory ids are consecutive"
         assert self._consecutive(self.groups), "group numbers are consecutive"
+        if self.ended is None and not self.stopping:
+            self._check_nobody_is_left_waiting()
         self._check_admission()
 
     def _consecutive(self, ids: Iterable[int]) -> bool:
@@ -174,22 +184,27 @@ class InvariantChecker:
             case RolloutReady():
                 seen = self.rollouts.get(event.rank)
                 if seen is None or event.incarnation > seen.incarnation:
+                    self._void_moves_of(event.rank)
                     relay = event.relay if seen is None else seen.relay
                     self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency, event.node, relay)
             case RankLost():
                 if seen := self._current(event):
                     seen.alive, seen.owned = False, set()
+                    self._void_moves_of(event.rank)
             case Loaded():
                 seen = self._current(event)
                 if seen and seen.pulling is not None and (seen.version is None or event.version > seen.version):
                     assert event.version >= (seen.pulling if seen.voided is None else min(seen.pulling, seen.voided))
                     seen.load(event.version)
+                    self._first_was_held |= event.version == self.settings.first_version
             case Streamed():
                 self._see_streamed(event)
             case Finished():
                 self._see_finished(event)
             case StopRequested():
                 self.stopping = True
+            case HandedOver():
+                self._see_handed_over(event)
             case Published():
                 ranks = self.publishers.setdefault(event.version, set())
                 ranks.add(event.rank)
@@ -202,6 +217,21 @@ class InvariantChecker:
         seen = self._current(event)
         for progress in event.progress:
             if seen and progress.trajectory in seen.owned:
+                one = self.trajectories[progress.trajectory]
+                one.tokens = max(one.tokens, progress.tokens)
+
+    def _void_moves_of(self, rank: int) -> None:
+        self.open_moves -= {id for id in self.open_moves if self.moves[id].rank == rank}
+
+    def _see_handed_over(self, event: HandedOver) -> None:
+        seen = self._current(event)
+        if seen is None or event.move not in self.open_moves:
+            return
+        self.open_moves.remove(event.move)
+        assert self.moves[event.move].rank == event.rank
+        for progress in event.progress:
+            if progress.trajectory in seen.owned:
+                seen.owned.remove(progress.trajectory)
                 one = self.trajectories[progress.trajectory]
                 one.tokens = max(one.tokens, progress.tokens)
 
@@ -272,6 +302,41 @@ class InvariantChecker:
 
     def _open_members(self, group: int) -> list[SeenTrajectory]:
         return [one for id, one in self.trajectories.items() if one.spec.group == group and id not in self.settled]
+
+    def _see_HandOver(self, command: HandOver) -> None:
+        """Between two rollouts of one version, all that the source has, and never from one that is a destination."""
+        assert self.settings.repack.enabled
+        assert not self.sync
+        assert command.reason
+        assert command.move == len(self.moves)
+        source, destination = self.rollouts[command.rank], self.rollouts[command.destination]
+        assert command.rank != command.destination
+        assert source.alive
+        assert destination.alive
+        assert source.incarnation == command.incarnation
+        assert source.version == destination.version
+        assert source.pulling is None
+        assert destination.pulling is None
+        assert set(command.trajectories) == source.owned
+        assert source.owned
+        assert destination.owned
+        under_way = [self.moves[id] for id in self.open_moves]
+        assert command.rank not in {rank for one in under_way for rank in (one.rank, one.destination)}
+        assert command.destination not in {one.rank for one in under_way}
+        self.moves[command.move] = command
+        self.open_moves.add(command.move)
+
+    def _see_ReportMove(self, report: ReportMove) -> None:
+        command = self.moves[report.move]
+        assert report.move not in self.moves_reported, f"move {report.move} is reported twice"
+        self.moves_reported.add(report.move)
+        assert (report.source, report.destination) == (command.rank, command.destination)
+        assert report.ending
+        assert (report.expected_gain_s is not None) == self.settings.repack.gain_gate
+        if report.expected_gain_s is not None:
+            assert report.expected_gain_s > 0.0
+        if report.trajectories == 0:
+            assert report.gain_s is None
 
     def _see_Pull(self, command: Pull) -> None:
         seen = self.rollouts[command.rank]
@@ -399,6 +464,7 @@ class InvariantChecker:
 
     def _see_EndJob(self, command: EndJob) -> None:
         self.ended = command
+        assert self.moves_reported == self.moves.keys(), "what came of every move is told"
         if command.outcome == "requeue":
             assert self.committed == len(self.reports)
             return
@@ -422,6 +488,26 @@ class InvariantChecker:
         assert max(uses.values()) - min(uses.values()) <= 1, "every epoch has every prompt once"
 
     # --- always -----------------------------------------------------------------------------------------------------
+
+    def _not_held_yet(self) -> set[int]:
+        """The version that a resumed run publishes first, until a rollout has held it."""
+        first = self.settings.first_version
+        if self._first_was_held or not self.settings.attempt:
+            return set()
+        return {first}
+
+    def _check_nobody_is_left_waiting(self) -> None:
+        """A trajectory without owner waits only while all rollouts that hold its version, of which there are some, are full."""
+        owned = {id for seen in self.rollouts.values() for id in seen.owned}
+        waiting = {one.version for id, one in self.trajectories.items() if self._waits(id, one) and id not in owned}
+        for version in waiting - self._not_held_yet():
+            holders = [seen for seen in self.rollouts.values() if seen.alive and seen.version == version]
+            holders = [seen for seen in holders if seen.pulling is None]
+            assert holders, f"nobody holds version {version}, and trajectories wait"
+            assert all(len(seen.owned) >= seen.concurrency for seen in holders)
+
+    def _waits(self, id: int, one: SeenTrajectory) -> bool:
+        return one.finished is None and id not in self.settled
 
     def _check_admission(self) -> None:
         settings = self.settings

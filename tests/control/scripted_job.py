@@ -9,6 +9,7 @@ from laminar_hpc.protocol.commands import Command, Generate
 from laminar_hpc.protocol.events import (
     Event,
     Finished,
+    HandedOver,
     Loaded,
     Progress,
     Published,
@@ -38,10 +39,14 @@ def kinds(commands: list[Command]) -> list[str]:
     return [type(command).__name__ for command in commands]
 
 
+def ids(generate: Generate) -> list[int]:
+    return [spec.id for spec in generate.trajectories]
+
+
 class ScriptedJob:
     """A controller with a clock that a test moves, and one method for each thing that a rank says."""
 
-    def __init__(self, concurrency: int = 4, **changes: Any) -> None:
+    def __init__(self, concurrency: int = 4, kv_capacity_tokens: int = 0, **changes: Any) -> None:
         """One trainer, one relay, two rollouts; steps of two groups of two, unless `changes` says otherwise."""
         fields = {
             "mode": "laminar",
@@ -57,6 +62,7 @@ class ScriptedJob:
         self.settings = Settings(**fields)
         self.controller = Controller(self.settings)
         self.concurrency = concurrency
+        self.kv_capacity_tokens = kv_capacity_tokens
         self.now = 0.0
         self.incarnation = dict.fromkeys(range(3, 3 + self.settings.rollouts), 0)
 
@@ -78,7 +84,9 @@ class ScriptedJob:
         return {rank: only(self.loaded(rank, 0), Generate) for rank in self.incarnation}
 
     def ready(self, rank: int) -> list[Command]:
-        return self.tell(RolloutReady(rank, self.incarnation[rank], "x", RELAY, self.concurrency))
+        return self.tell(
+            RolloutReady(rank, self.incarnation[rank], "x", RELAY, self.concurrency, self.kv_capacity_tokens)
+        )
 
     def spread(self, version: int) -> list[Command]:
         """The trainer publishes a version and the relay gets it."""
@@ -122,9 +130,16 @@ class ScriptedJob:
         commands = self.trained(step)
         return commands + self.spread(step)
 
-    def streamed(self, rank: int, *progress: tuple[int, int]) -> list[Command]:
+    def streamed(
+        self, rank: int, *progress: tuple[int, int], kv_use: float = 0.5, running: int | None = None, waiting: int = 0
+    ) -> list[Command]:
         items = [Progress(trajectory, tokens) for trajectory, tokens in progress]
-        return self.tell(Streamed(rank, self.incarnation[rank], items, 0.5, len(items), 0))
+        count = len(items) if running is None else running
+        return self.tell(Streamed(rank, self.incarnation[rank], items, kv_use, count, waiting))
+
+    def handed_over(self, rank: int, move: int, *progress: tuple[int, int]) -> list[Command]:
+        items = [Progress(trajectory, tokens) for trajectory, tokens in progress]
+        return self.tell(HandedOver(rank, self.incarnation[rank], move, items))
 
     def lose(self, rank: int) -> list[Command]:
         """The rollout is lost; what this job says for it from now on is of its next incarnation."""

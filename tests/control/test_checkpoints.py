@@ -92,6 +92,7 @@ def test_it_counts_when_all_parts_are_written_and_in_place():
     assert job.controller.waits()[0] == "the checkpoint of step 1 waits for the manager's own part"
     assert job.books(1) == [Commit("all 1 trainers and the manager have written their parts", 1)]
     assert job.controller.waits()[0] == "the checkpoint of step 1 waits for the manager to move it into place"
+    assert job.state(1) == job.books(1) == []
     assert job.committed(1) == job.committed(1) == []
     assert not any("checkpoint" in line for line in job.controller.waits())
 

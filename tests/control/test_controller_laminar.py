@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripted_job import A, B, ScriptedJob, kinds, only
+from scripted_job import A, B, ScriptedJob, ids, kinds, only
 
 from laminar_hpc.protocol.commands import Generate, Pull, ReportEvaluation, ReportStep, Settle, Train
 from laminar_hpc.protocol.events import (
@@ -17,10 +17,6 @@ from laminar_hpc.protocol.events import (
     WentToTool,
 )
 from laminar_hpc.protocol.trajectory import Purpose, State, Stop, TrajectorySpec, Verdict
-
-
-def ids(generate: Generate) -> list[int]:
-    return [spec.id for spec in generate.trajectories]
 
 
 def groups(generate: Generate) -> list[int]:

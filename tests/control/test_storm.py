@@ -5,6 +5,7 @@ Only the loss of the last relay ends a job; test_tier_storm.py has worse weather
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import msgspec
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from invariants import InvariantChecker
 
 from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
+from laminar_hpc.protocol.commands import HandOver, ReportMove
 from laminar_hpc.protocol.events import Event, JobFailed, RankEvent, RankLost, Resumed, StopRequested
 from laminar_hpc.protocol.wire import encode
 
@@ -47,13 +50,21 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         checkpoint_every=draw(st.sampled_from([None, 0, 1, 2])),
         replicas=draw(st.sampled_from([None, *(count for count in (1, 2, 3) if trainers % count == 0)])),
         dynamic_sampling=draw(st.booleans()),
+        max_response_tokens=draw(st.sampled_from([10, 1000])),
+        repack=RepackSettings(
+            enabled=draw(st.sampled_from([True, True, False])),
+            every_s=draw(st.sampled_from([0.5, 4.0])),
+            kv_share=draw(st.sampled_from([0.5, 0.99])),
+            batch=draw(st.sampled_from([0, 3, 12])),
+            gain_gate=draw(st.booleans()),
+        ),
     )
 
 
 class Storm:
     """A fake cluster whose ranks move at random, with losses, repeats, late messages and messages from the past."""
 
-    def __init__(self, job: Settings, random: Random, calm: float) -> None:
+    def __init__(self, job: Settings, random: Random, calm: float, streaming: float = 0.3) -> None:
         self.random = random
         self.cluster = FakeCluster(
             job,
@@ -65,6 +76,7 @@ class Storm:
         self.cluster.full_disk = 0.2
         self.checker = InvariantChecker(job)
         self._calm = calm
+        self._streaming = streaming
 
     def next_attempt(self) -> None:
         """Everything is killed, and started again from the newest checkpoint, or from nothing where there is none."""
@@ -93,6 +105,9 @@ class Storm:
     def _something(self) -> Event | None:
         random, cluster = self.random, self.cluster
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
+        busy = [rollout for rollout in rollouts if rollout.tasks]
+        if busy and random.random() < self._streaming:
+            return cluster.stream(random.choice(busy))
         if random.random() >= self._calm:
             kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
             repeatable = [event for _, event in cluster.events if isinstance(event, RankEvent)]
@@ -103,7 +118,6 @@ class Storm:
                 return random.choice(ghosts)
             if kind == "relay":
                 return cluster.relays.fault()
-            busy = [rollout for rollout in rollouts if rollout.tasks]
             if kind == "stream" and busy:
                 return cluster.stream(random.choice(busy))
             if kind == "tool" and busy:
@@ -198,3 +212,37 @@ def test_attempts_that_are_killed_in_storms_or_asked_to_stop_are_one_run(mode, d
         storm.next_attempt()
     storm.settle_down()
     assert storm.cluster.controller.outcome in ("finished", "requeue") or storm.out_of_relays
+
+
+def test_storms_have_moves_in_them_and_each_is_reported_once():
+    endings: Counter[str] = Counter()
+    for seed in range(40):
+        random = Random(seed)
+        job = Settings(
+            mode="laminar",
+            steps=12,
+            prompts=4,
+            group_size=2,
+            train_prompts=5,
+            trainers=1,
+            relays=1,
+            rollouts=6,
+            ahead=4.0,
+            repack=RepackSettings(every_s=0.5, batch=8, gain_gate=seed % 2 == 0),
+            max_response_tokens=1000,
+        )
+        storm = Storm(job, random, calm=0.95, streaming=0.6)
+        storm.rage(4 * STORM_MOVES)
+        storm.settle_down()
+        commands = [command for batch in storm.cluster.commands for command in batch]
+        asked = [command.move for command in commands if isinstance(command, HandOver)]
+        reports = [command for command in commands if isinstance(command, ReportMove)]
+        assert sorted(report.move for report in reports) == asked
+        for report in reports:
+            endings[" ".join(report.ending.split()[:2])] += 1
+            endings["expected"] += report.expected_gain_s is not None
+            endings["actual"] += report.gain_s is not None
+            endings["loaded"] += report.loaded_s is not None
+    assert endings["moved"] > 100
+    assert min(endings["expected"], endings["actual"], endings["loaded"]) > 10
+    assert min(endings["the source"], endings["nothing was"]) > 0

@@ -86,6 +86,33 @@ def test_two_shards_train_what_vllm_generates(laminar: Laminar, tensor: int, pip
     assert np.all(run.table("steps")["staleness_consumption_max"] == 0)
 
 
+def test_vllm_hands_trajectories_over_and_goes_on_with_them(laminar: Laminar) -> None:
+    run = finished(
+        laminar,
+        job={"rollouts": 2, "start_timeout_s": 600},
+        rollout={
+            "engine": "vllm",
+            "eager": True,
+            "timeout_s": 300,
+            "concurrency": 16,
+            "slots": 16,
+            "max_response_tokens": 300,
+            "stream_interval_s": 0.02,
+        },
+        trainer={"engine": "megatron", "learning_rate": 0.0},
+        repack={"every_s": 0.1, "batch": 16, "gain_gate": False},
+        control={"steps": 1, "ahead": 0.0},
+        batch={"prompts": 24},  # under one version, at most 4 at once to a rollout
+        evaluation={"every": 0},
+    )
+    replayed(run)
+    moves = run.table("moves")
+    done = moves[moves["ending"] == b"moved"]
+    assert len(done) > 0
+    assert np.all(done["resumed_s"] > done["handed_over_s"])
+    same_numbers(run, steps=1, mean=1e-3)  # what was moved has the log-probabilities of the policy it was sampled from
+
+
 @pytest.mark.slow
 def test_a_real_model_does_three_steps(tmp_path: Path) -> None:
     """The config that ships: SmolLM2-135M on two cores."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from laminar_command import Laminar, processes_of, shared_memory
@@ -37,7 +38,7 @@ def finished(laminar: Laminar, **sections: dict[str, object]) -> Run:
 
 def replayed(run: Run) -> None:
     """Feed the recorded events to a fresh controller: it has to give the recorded commands."""
-    settings = Settings(**run.setting("controller_settings"))
+    settings = msgspec.convert(run.setting("controller_settings"), Settings)
     controller = Controller(settings)
     commands = iter(run.commands())
     events = 0

@@ -19,7 +19,7 @@ def test_the_bound_of_each_mode(mode, expected):
 
 
 def test_cohorts_ahead_and_eviction_bound_each_alone_and_together():
-    ahead = Mode(name="two ahead", refresh=Refresh.TOGETHER, cohorts_ahead=2)
+    ahead = Mode(name="two ahead", refresh=Refresh.TOGETHER, cohorts_ahead=2, repack=False)
     assert bound(ahead) == 2
     assert bound(ahead, evicted_above=1) == 1
     assert bound(MODES["laminar"], evicted_above=5) == 5

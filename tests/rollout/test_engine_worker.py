@@ -226,7 +226,7 @@ def test_a_response_that_has_ended_already_ends_at_once_without_new_tokens(llama
         assert driver.hear_output().ended == [Ended(1, Stop.LENGTH)]
 
 
-def test_an_aborted_trajectory_is_dropped_and_the_free_room_told(llama: Saved) -> None:
+def test_what_is_given_up_is_told_to_its_last_token_and_then_forgotten(llama: Saved) -> None:
     config = llama.config(stream_interval_s=1.0)
     worker = EngineWorker(config, llama.manifest, TorchEngine(config))
     with lent(llama, 4) as lease:
@@ -240,28 +240,33 @@ def test_an_aborted_trajectory_is_dropped_and_the_free_room_told(llama: Saved) -
     assert not worker.has_news(now_s=10.9)
     assert worker.has_news(now_s=11.0)
     assert told.running == 2
-    worker.step()  # what this step generates is never told
+    worker.step()
     worker.handle(AbortTrajectories([0, 1, 99]))
     assert worker.has_news(now_s=10.1)
     assert not worker.idle
-    dropped = worker.take_output(now_s=10.1)
-    assert dropped == EngineOutput([], [], 0.0, 0, 0, dropped.busy_s)
+    last = worker.take_output(now_s=10.1)
+    assert (last.released, last.ended, last.running, last.kv_use) == ([0, 1], [], 0, 0.0)
     assert worker.idle
     assert not worker.has_news(now_s=99.0)
-    kept = tokens_of(blocks_of([told], 0))
-    assert kept == [one.token for one in expected[:3]]
+    kept = tokens_of(blocks_of([told, last], 0))
+    assert kept == [one.token for one in expected[:4]]
     worker.handle(add(0, response=kept))
     while not worker.has_news(now_s=10.2):
         worker.step()
-    check_stream(blocks_of([told, worker.take_output(now_s=10.2)], 0), expected)
+    check_stream(blocks_of([told, last, worker.take_output(now_s=10.2)], 0), expected)
 
 
-def test_an_abort_takes_back_an_end_that_was_not_told(llama: Saved) -> None:
+def test_what_has_ended_is_not_given_up(llama: Saved) -> None:
     worker = EngineWorker(llama.config(), llama.manifest, TorchEngine(llama.config()))
     worker.handle(add(0, response=[END]))
     worker.handle(add(1, response=[END]))
     worker.handle(AbortTrajectories([0]))
-    assert worker.take_output(now_s=0.0).ended == [Ended(1, Stop.END_TOKEN)]
+    output = worker.take_output(now_s=0.0)
+    assert output.ended == [Ended(0, Stop.END_TOKEN), Ended(1, Stop.END_TOKEN)]
+    assert output.released == []
+    assert worker.idle
+    worker.handle(AbortTrajectories([0, 1]))
+    assert worker.take_output(now_s=0.0).released == []
     assert worker.idle
 
 
@@ -278,9 +283,10 @@ def test_the_digest_is_that_of_the_image_and_only_there_when_asked_for(llama: Sa
         driver.join()
 
 
-def test_it_says_how_many_trajectories_it_takes(llama: Saved) -> None:
-    driver = Driver(llama, rollout={"concurrency": 37})
-    assert driver.start().concurrency == 37
+def test_it_says_how_much_it_takes(llama: Saved) -> None:
+    driver = Driver(llama, rollout={"concurrency": 37, "slots": 3, "max_prompt_tokens": 10, "max_response_tokens": 20})
+    up = driver.start()
+    assert (up.concurrency, up.kv_capacity_tokens) == (37, 3 * 30)
     driver.channel.send(Shutdown())
     driver.join()
 

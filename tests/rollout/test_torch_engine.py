@@ -137,6 +137,7 @@ def test_aborting_one_leaves_the_others_as_they_were(llama: Saved) -> None:
 
 def test_stats_count_tokens_rows_and_the_queue(llama: Saved) -> None:
     engine = make_engine(llama, slots=2, max_prompt_tokens=10, max_response_tokens=6)  # 2 * 16 places
+    assert engine.kv_capacity_tokens == 32
     assert engine.stats() == EngineStats(0.0, 0, 0)
     for index, prompt in enumerate(prompts_of_lengths(4, 10, 3)):
         engine.add(request(index, prompt, 0.0))

@@ -150,6 +150,7 @@ def test_responses_that_have_ended_are_not_taken_in_and_others_end_at_the_limit(
 
 def test_stats_follow_the_batch(engine: Any) -> None:
     assert engine.stats() == EngineStats(0.0, 0, 0)
+    assert 400 <= engine.kv_capacity_tokens < 600  # 4 of 100 tokens, in blocks of 32, and one that vLLM keeps
     for index, prompt in enumerate(prompts_of_lengths(40, 40, 40, 40, 40, 40)):
         engine.add(request(index, prompt, 1.0))
     assert engine.stats() == EngineStats(0.0, 0, 6)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from laminar_hpc.config.load import check_config
-from laminar_hpc.protocol.commands import Broadcast, Drop, EndJob, Publish, Release
+from laminar_hpc.protocol.commands import Broadcast, Drop, EndJob, Publish, Release, ReportMove
 from laminar_hpc.protocol.events import Published, RelayHolds, TrainerReady
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run, open_run
@@ -83,3 +84,32 @@ def test_the_end_writes_what_no_relay_held_yet_but_not_what_was_never_published(
     book.record.event(Published(1, 0, 1, b"", 0.25), 5.0)
     book.record.ended(EndJob("enough", "stopped"), 6.0)
     assert rows(book.close()) == [(0, 0, 2.0, 0, 1000, 0.5)]
+
+
+def test_a_move_is_a_row_with_what_is_not_known_left_out(book):
+    report = ReportMove(
+        "4 trajectories with 20 tokens onto rollout 4, which then has 7, 12.9 s gained",
+        move=3,
+        version=1,
+        source=3,
+        destination=4,
+        ending="the source was lost before it had handed over",
+        trajectories=0,
+        tokens=0,
+        planned_s=5.0,
+        handed_over_s=None,
+        resumed_s=None,
+        released_s=None,
+        loaded_s=None,
+        loaded_version=None,
+        prefill_s=None,
+        expected_gain_s=12.9,
+        gain_s=None,
+    )
+    book.record.commands([report], 6.0)
+    (row,) = book.close().table("moves")
+    assert (row["move"], row["source"], row["destination"], row["planned_s"]) == (3, 3, 4, 5.0)
+    assert (row["reason"], row["ending"]) == (report.reason.encode(), report.ending.encode())
+    assert (row["expected_gain_s"], row["loaded_version"]) == (12.9, schema.MISSING)
+    assert math.isnan(row["gain_s"])
+    assert math.isnan(row["handed_over_s"])
