@@ -255,6 +255,7 @@ class TrainerLoop:
 
     def _trained(self, message: TrainedOn) -> None:
         self._begun.popleft()
+        self._rank.note_pace(message.pace)
         self._rank.tell_manager(
             Trained(
                 rank=self._rank.world.rank,

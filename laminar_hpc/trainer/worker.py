@@ -40,6 +40,7 @@ from laminar_hpc.trainer.address import host_address, set_gloo_interface
 from laminar_hpc.trainer.api import Sequence, TrainingEngine, needs_proximal, needs_reference
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
+from laminar_hpc.trainer.paced import PacedTrainer
 
 SKIPPED_STEPS = 10
 """So many steps in a row whose gradients are not finite, or all steps of a shorter run, and the trainer gives up.
@@ -58,7 +59,8 @@ def main(channel: Channel) -> None:
         raise ProtocolError(f"trainer worker: expected StartTrainer, got {type(start).__name__}")
     begun_s = time.monotonic()
     config = Config.model_validate_json(start.config)
-    _join(channel, config, start.trainer, start.trainers)
+    if not config.timing_only:
+        _join(channel, config, start.trainer, start.trainers)
     engine = build_trainer(config, start.trainer, start.trainers)
     channel.send(TrainerUp(engine.manifest, engine.tiles, time.monotonic() - begun_s))
     _Service(channel, config, engine).run()
@@ -129,7 +131,8 @@ class _Service:
             self._await_copy()
             ended_s = time.monotonic()
             tokens = sum(len(sequence.tokens) for sequence in sequences)
-            self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics))
+            pace = self._engine.take_pace() if isinstance(self._engine, PacedTrainer) else None
+            self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics, pace))
             begun_s = ended_s
             self._patience.note(message, metrics)
 
@@ -174,10 +177,11 @@ class _Service:
     def _mapped(self, path: str) -> NDArray[np.uint8]:
         """The memory at `path`, which is kept: a version never costs more than its copy."""
         if path not in self._memory:
-            from laminar_hpc.trainer.shard import pin
-
             self._memory[path] = map_for_good(path)
-            pin(self._memory[path])
+            if not self._config.timing_only:
+                from laminar_hpc.trainer.shard import pin
+
+                pin(self._memory[path])
         return self._memory[path]
 
     def _say_written(self, wait: Callable[[], object], written: WeightsWritten) -> None:
