@@ -414,7 +414,10 @@ class TrainerUp(Message, frozen=True):
 
 
 class TrainOn(Message, frozen=True):
-    """Train on a mini-batch: all its samples (for advantages), and the blocks of this trainer's own ones."""
+    """Train on a mini-batch: all its samples (for advantages), and the blocks of this trainer's own ones.
+
+    Where tokens have no meaning, their number is all there is: `lengths` (prompt and response) in place of `blocks`.
+    """
 
     step: int
     minibatch: int
@@ -424,6 +427,7 @@ class TrainOn(Message, frozen=True):
     rewards: list[float]
     own: list[int]
     blocks: list[list[Block]]
+    lengths: list[int] = []
 
 
 class TrainedOn(Message, frozen=True):

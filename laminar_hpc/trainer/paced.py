@@ -39,13 +39,19 @@ class PacedTrainer:
         self._scale = config.paced.time_scale
         self._now, self._sleep = now, sleep
         self._steps = 0
+        self._began_s: float | None = None
         self._pace = Pace()
         self.manifest: Manifest = make_manifest([("paced", (config.paced.image_bytes,), "uint8")])
         self.tiles = join(cut([whole_tensor(self.manifest.tensors[0])], trainers, trainer))
 
+    def begin(self, began_s: float) -> None:
+        """The next mini-batch counts from then on, by `now`: what was done for it since is part of its time."""
+        self._began_s = began_s
+
     def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """Let the time of a mini-batch with these sequences go by; nothing is learned, so all metrics are 0."""
-        self._take(self._costs.train_s(_tokens(sequences)))
+        began_s, self._began_s = self._began_s, None
+        self._take(self._costs.train_s(_tokens(sequences)), began_s)
         self._steps += 1
         return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "skipped": 0.0}
 
@@ -77,6 +83,19 @@ class PacedTrainer:
         self._sleep(max(0.0, end_s - self._now()))
         late_s = max(0.0, self._now() - end_s)
         self._pace += Pace(scheduled_s, late_s, late_s)
+
+
+def sequences_of_lengths(lengths: list[int]) -> list[Sequence]:
+    """Sequences of so many tokens each that mean nothing, and take no memory."""
+    return [
+        Sequence(
+            tokens=np.broadcast_to(np.int64(0), (length,)),
+            behaviour_logprobs=np.broadcast_to(np.float32(0), (length,)),
+            loss_mask=np.broadcast_to(np.True_, (length,)),
+            advantage=0.0,
+        )
+        for length in lengths
+    ]
 
 
 def _tokens(sequences: list[Sequence]) -> int:

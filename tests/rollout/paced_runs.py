@@ -95,10 +95,10 @@ class Lifecycle(NamedTuple):
     most_waiting: int
 
 
-def lifecycle_of(engine: PacedEngine, time: VirtualTime, seed: int, prompt_tokens: int) -> Lifecycle:
-    """What becomes of trajectories that all come at once; the seeds of their lengths follow from `seed`."""
-    for trajectory in range(TRAJECTORIES):
-        assert engine.add(request(trajectory, prompt_tokens, seed * TRAJECTORIES + trajectory)) is None
+def lifecycle_of(engine: PacedEngine, time: VirtualTime, seeds: list[int], prompt_tokens: int) -> Lifecycle:
+    """What becomes of trajectories that all come at once, whose lengths follow from these seeds."""
+    for trajectory, seed in enumerate(seeds):
+        assert engine.add(request(trajectory, prompt_tokens, seed)) is None
     begin_s = time.now()
     full, waiting, last_s, most = [], [0.0], 0.0, 0
     engine.step()

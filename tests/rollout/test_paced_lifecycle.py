@@ -18,7 +18,15 @@ import statistics
 from pathlib import Path
 
 import pytest
-from paced_runs import Lifecycle, VirtualTime, lifecycle_of, loaded_engine, paced_config, published_lifecycle
+from paced_runs import (
+    TRAJECTORIES,
+    Lifecycle,
+    VirtualTime,
+    lifecycle_of,
+    loaded_engine,
+    paced_config,
+    published_lifecycle,
+)
 
 SEED = 0
 PROMPT_TOKENS = 100
@@ -35,7 +43,8 @@ def emulated(folder: Path, seed: int) -> Lifecycle:
         stream_interval_s=50.0,
     )
     time = VirtualTime()
-    return lifecycle_of(loaded_engine(config, folder, time), time, seed, PROMPT_TOKENS)
+    seeds = list(range(seed * TRAJECTORIES, (seed + 1) * TRAJECTORIES))
+    return lifecycle_of(loaded_engine(config, folder, time), time, seeds, PROMPT_TOKENS)
 
 
 def test_the_published_curves_are_read_as_the_paper_shows_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError
 from laminar_hpc.trainer.api import Sequence
-from laminar_hpc.trainer.paced import PacedTrainer
+from laminar_hpc.trainer.paced import PacedTrainer, sequences_of_lengths
 from laminar_hpc.weights.digest import chunk_digest
 
 COSTS = {"train_call_s": 5.0, "train_token_s": 0.01, "publish_s": 2.0, "image_bytes": 1001}
@@ -58,6 +58,18 @@ def test_a_step_takes_the_time_of_its_tokens() -> None:
     assert time.now() == pytest.approx(11.0 + 0.1 * (5.0 + 1.0) / 3)
     assert [score.shape for score in scores] == [(100,)]
     assert paced.train([]) == metrics
+
+
+def test_what_was_done_for_a_step_is_part_of_its_time() -> None:
+    time = VirtualTime()
+    paced = trainer(time)
+    time.now_s += 0.3
+    paced.begin(10.0)
+    paced.train(sequences_of_lengths([300, 200]))
+    assert time.now() == pytest.approx(11.0)
+    paced.train([sequence(500)])  # nothing was said to have begun earlier
+    assert time.now() == pytest.approx(12.0)
+    assert paced.take_pace().late_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_publication_takes_its_time_and_no_two_steps_have_the_same_bytes() -> None:
