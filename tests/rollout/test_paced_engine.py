@@ -21,9 +21,11 @@ from paced_runs import (
 from laminar_hpc.config.schema import Config
 from laminar_hpc.data.presets import response_lengths
 from laminar_hpc.errors import EngineError
-from laminar_hpc.protocol.trajectory import Stop
+from laminar_hpc.protocol.peer import AddTrajectory, Ended, LoadWeights
+from laminar_hpc.protocol.trajectory import Purpose, Stop, TrajectorySpec
 from laminar_hpc.rollout.paced import PacedEngine
 from laminar_hpc.rollout.paced_tokens import VOCABULARY, LengthTokens, drawn_length
+from laminar_hpc.rollout.worker import EngineWorker
 from laminar_hpc.weights.digest import digests_of
 
 PLAIN = {
@@ -263,3 +265,28 @@ def test_a_worker_for_pure_timing_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_worker_tells_of_runs_as_blocks_and_of_the_pace_since_the_last_output(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 40, scale=0.1, stream_interval_s=0.5)
+    time = VirtualTime()
+    manifest, lease = image_for(tmp_path)
+    worker = EngineWorker(config, manifest, PacedEngine(config, LengthTokens(config), time))
+    loaded = worker.handle(LoadWeights(lease))
+    assert loaded is not None
+    prompt = np.full(10, 7, dtype="<i4").tobytes()
+    worker.handle(AddTrajectory(TrajectorySpec(1, 0, 0, 0, Purpose.TRAIN, 5), prompt))
+    outputs = []
+    while not worker.idle:
+        worker.step()
+        if worker.has_news(0.0) or time.now() > 1004.0:
+            outputs.append(worker.take_output(0.0))
+    blocks = [block for output in outputs for block in output.blocks]
+    assert len(blocks) > 3
+    assert [block.offset for block in blocks] == [10, *(block.end for block in blocks[:-1])]
+    assert b"".join(block.tokens for block in blocks) == np.arange(5, 45, dtype="<i4").tobytes()
+    assert outputs[-1].ended == [Ended(1, Stop.END_TOKEN)]
+    paces = [output.pace for output in outputs if output.pace is not None]
+    # the load is in the first, the trajectory in the last: prefill 2 s and 40 steps of 1.5 s
+    assert [pace.scheduled_s for pace in (paces[0], paces[-1])] == pytest.approx([3.0, 6.2])
+    assert sum(pace.scheduled_s for pace in paces) == pytest.approx(9.2)
