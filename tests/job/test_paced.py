@@ -79,7 +79,7 @@ def test_a_models_tokens_come_at_emulated_speed(laminar: Laminar) -> None:
         laminar,
         rollout={"engine": "paced"},
         paced={"model": "7b", "tokens": "model", "time_scale": scale},
-        trainer={"learning_rate": 1e-3},
+        trainer={"learning_rate": 1e-3, "weight_decay": 0.1},  # changes weights, whatever the rewards are
         control={"steps": 3},
     )
     loaded_what_was_published(run, versions=4)
