@@ -61,14 +61,20 @@ class PacedTrainer:
         return [np.zeros(len(sequence.tokens), dtype=np.float32) for sequence in sequences]
 
     def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:
-        """Fill `memory` with bytes that no other step has, in the time that the trainer stands still for it."""
+        """Fill `memory` with bytes that no other step has, in the time that the trainer stands still for it.
+
+        What is published before the first step is part of the start, when the machine loads everything: it has no schedule.
+        """
         nbytes = sum(tile.nbytes for tile in self.tiles)
         if memory.nbytes != nbytes:
             raise EngineError(f"paced trainer: the shard has {nbytes} bytes, the memory for it {memory.nbytes}")
         began_s = self._now()
         stamp = np.frombuffer(self._steps.to_bytes(8, "little"), dtype=np.uint8)
         memory[:] = np.resize(stamp, nbytes)
+        before = self._pace
         self._take(self._costs.publish_s, began_s)
+        if self._steps == 0:
+            self._pace = before
         return None
 
     def take_pace(self) -> Pace:

@@ -9,6 +9,7 @@ import pytest
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError
+from laminar_hpc.protocol.peer import Pace
 from laminar_hpc.trainer.api import Sequence
 from laminar_hpc.trainer.paced import PacedTrainer, sequences_of_lengths
 from laminar_hpc.weights.digest import chunk_digest
@@ -100,6 +101,8 @@ def test_several_trainers_publish_every_byte_once() -> None:
 
 def test_it_says_by_how_much_it_was_late() -> None:
     paced = trainer(VirtualTime(late_s=0.25))
+    paced.write_weights(np.zeros(1001, dtype=np.uint8))
+    assert paced.take_pace() == Pace()  # part of the start
     paced.train([sequence(500)])
     paced.write_weights(np.zeros(1001, dtype=np.uint8))
     pace = paced.take_pace()
