@@ -16,7 +16,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["laminar_hpc", "laminar_hpc.*"]), "laminar_hpc.jobs", "laminar_hpc.analysis"],
     package_dir={"laminar_hpc.jobs": "jobs", "laminar_hpc.analysis": "analysis"},
-    package_data={"laminar_hpc.jobs": ["configs/*.toml", "*.sh"]},
+    package_data={"laminar_hpc.jobs": ["configs/*.toml", "*.sh"], "laminar_hpc.data": ["*.csv", "README.md"]},
     install_requires=["msgspec", "pydantic>=2", "h5py", "numpy", "rich"],
     extras_require={
         "mpi": MPI,

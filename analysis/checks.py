@@ -17,8 +17,9 @@ import numpy as np
 from laminar_hpc.record import schema
 from laminar_hpc.record.lineage import Lineage, read_lineage
 from laminar_hpc.record.reader import Rows, Run
+from laminar_hpc.record.status import MOST_LAG
 
-from .series import columns, counted, groups_without_signal, trained_on, trajectories
+from .series import columns, counted, groups_without_signal, lag_of, trained_on, trajectories
 
 DETAILS = 20
 """Violations and open things that a check names; the others are counted."""
@@ -58,10 +59,16 @@ def run_checks(run: Run) -> list[Check]:
 
 def warnings(run: Run) -> list[str]:
     """What breaks no rule, but makes the run pointless."""
+    found = []
     _, equal = groups_without_signal(run)
     if len(equal) and equal.all():
-        return ["no group had differing rewards: nothing can be learned"]
-    return []
+        found.append("no group had differing rewards: nothing can be learned")
+    rows = run.table("pacing")
+    for rank in np.unique(rows["rank"]):
+        lag = lag_of(rows[rows["rank"] == rank])
+        if lag > MOST_LAG:
+            found.append(f"emulated time lagged by {lag:.1%} on rank {rank}: times of this run do not count")
+    return found
 
 
 def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:

@@ -209,3 +209,8 @@ def groups_without_signal(run: Run) -> tuple[Ints, NDArray[np.bool_]]:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """A number of things: 1 rollout, 2 rollouts."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def lag_of(rows: Rows) -> float:
+    """By which share of their schedule these rows of `pacing` were late."""
+    return float(rows["late_s"].sum() / max(rows["scheduled_s"].sum(), 1e-9))

@@ -12,6 +12,7 @@ import numpy as np
 
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run
+from laminar_hpc.record.status import MOST_LAG
 
 from .series import (
     Floats,
@@ -20,6 +21,7 @@ from .series import (
     engine_work,
     fifths,
     groups_without_signal,
+    lag_of,
     last_moment_s,
     phase_seconds,
     staleness_counts,
@@ -59,6 +61,7 @@ def all_tables(run: Run) -> list[Table]:
         phases,
         weights,
         repacks,
+        pacing,
         outcomes,
         failures,
     ]
@@ -209,6 +212,25 @@ def weights(run: Run) -> Table:
     return Table("Weights", ["", "unit", "times", "mean", "median", "largest"], rows, note)
 
 
+def pacing(run: Run) -> Table:
+    """Whether emulated engines and trainers kept to their schedules."""
+    rows = run.table("pacing")
+    roles = {(file.rank, file.attempt): file.role for file in run.files}
+    owners = np.array([roles[row["rank"], row["attempt"]] for row in rows])
+    shown = []
+    for role in sorted(set(owners)):
+        own = rows[owners == role]
+        ranks = [own[own["rank"] == rank] for rank in np.unique(own["rank"])]
+        worst = max(lag_of(one) for one in ranks)
+        shown.append([role, f"{lag_of(own):.2%}", f"{worst:.2%}", f"{own['worst_s'].max() * 1e3:.1f}"])
+    scale = run.config.get("paced", {}).get("time_scale", ABSENT)
+    note = (
+        f"All times of this report are this machine's; an emulated second took {scale} of them. A trajectory, a load or a "
+        f"step that is late by a share of its schedule distorts by as much; above {MOST_LAG:.0%} a run does not count."
+    )
+    return Table("Emulated time lagged by", ["", "all", "worst rank", "longest, ms"], shown, note if shown else "")
+
+
 def outcomes(run: Run) -> Table:
     """How trajectories ended, and why."""
     table = schema.TABLES["trajectories"]
@@ -283,7 +305,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
         ("Mode", run.setting("mode").get("name", ABSENT)),
         ("Ranks", ", ".join(counted(count, role) for role, count in roles.items())),
         ("Attempts", str(len(run.attempts))),
-        ("Model", config.get("model", {}).get("path", ABSENT)),
+        ("Model", config.get("model", {}).get("path", "") or ABSENT),
         ("Task", _task(config)),
         ("Seed", str(job.get("seed", ABSENT))),
         ("Steps", f"{len(trained)} of {config.get('control', {}).get('steps', ABSENT)}"),
@@ -322,7 +344,8 @@ def _task(config: dict[str, Any]) -> str:
     task = config.get("task", {})
     if not task:
         return ABSENT
-    return f"{task['name']}: {task['dataset'] if task['name'] == 'reasoning_gym' else task['path']}"
+    what = {"reasoning_gym": task["dataset"], "synthetic": f"{task['prompts']} prompts"}.get(task["name"], task["path"])
+    return f"{task['name']}: {what}"
 
 
 def _program(run: Run) -> str:

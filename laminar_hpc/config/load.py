@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from laminar_hpc.config.schema import Config
+from laminar_hpc.config.schema import PUBLISHED_LENGTHS, Config
 from laminar_hpc.errors import ConfigError
 
 
@@ -94,7 +94,12 @@ def resolve_paths(config: Config) -> Config:
     model = config.model.model_copy(update={"path": _absolute(config.model.path)})
     task_paths = {name: _absolute(getattr(config.task, name)) for name in ("path", "held_out_path")}
     task = config.task.model_copy(update=task_paths)
-    return config.model_copy(update={"run_dir": _absolute(config.run_dir), "model": model, "task": task})
+    paced = config.paced
+    if paced.lengths not in PUBLISHED_LENGTHS:
+        paced = paced.model_copy(update={"lengths": _absolute(paced.lengths)})
+    return config.model_copy(
+        update={"run_dir": _absolute(config.run_dir), "model": model, "task": task, "paced": paced}
+    )
 
 
 def _absolute(path: str) -> str:

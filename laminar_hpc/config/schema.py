@@ -66,8 +66,8 @@ class Job(Section):
 class Model(Section):
     """The model that is trained."""
 
-    path: str
-    """A directory with config.json, safetensors and tokenizer.json, as Hugging Face writes it."""
+    path: str = ""
+    """A directory with config.json, safetensors and tokenizer.json, as Hugging Face writes it. Not needed where all is paced."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's weights, the image and the engines."""
 
@@ -75,12 +75,13 @@ class Model(Section):
 class Task(Section):
     """Where prompts come from and how responses are graded."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
-    """A reasoning-gym data set, or prompts from a JSON Lines or a Parquet file."""
+    name: Literal["reasoning_gym", "jsonl", "parquet", "synthetic"] = "reasoning_gym"
+    """A reasoning-gym data set, or prompts from a JSON Lines or a Parquet file; synthetic: prompts that have a length and no
+    meaning, for paced engines."""
     dataset: str = "chain_sum"
     """reasoning_gym: the data set's name."""
     parameters: dict[str, Any] = {}
-    """reasoning_gym: the data set's own parameters."""
+    """reasoning_gym: the data set's own parameters. synthetic: `min_tokens` and `max_tokens` of a prompt."""
     path: str = ""
     """jsonl, parquet: the file; a row has a prompt and an answer in the columns named below."""
     held_out_path: str = ""
@@ -94,7 +95,7 @@ class Task(Section):
     verifier: Literal["exact", "number", "math"] = "exact"
     """jsonl, parquet: how a response is compared with the answer; math: by math-verify, as mathematical expressions."""
     prompts: Positive = 10_000
-    """reasoning_gym: how many different training prompts."""
+    """reasoning_gym, synthetic: how many different training prompts."""
     template: str = "{prompt}"
     """The text given to the model, or the user's message where `chat` is set; {prompt} stands for the prompt."""
     chat: bool = False
@@ -118,13 +119,13 @@ class Task(Section):
 class Rollout(Section):
     """How responses are generated."""
 
-    engine: Literal["torch", "vllm"] = "torch"
-    """The inference engine."""
+    engine: Literal["torch", "vllm", "paced"] = "torch"
+    """The inference engine; paced: none, but the time that one takes on a GPU (section paced)."""
     tensor_parallel: Positive = 1
     """vllm: GPUs, or on a CPU processes, that one engine is spread over; all on its node."""
     kv_cache_tokens: Count = 0
-    """vllm: tokens that the KV cache has room for (0: `slots` times prompt and response at their longest; on a GPU, all the
-    memory that `gpu_memory_share` leaves)."""
+    """vllm, paced: tokens that the KV cache has room for (0: for vllm `slots` times prompt and response at their longest, or
+    on a GPU all the memory that `gpu_memory_share` leaves; for paced what the costs say)."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.85
     """vllm: the share of a GPU's memory that the engine may take."""
     eager: bool = False
@@ -155,8 +156,8 @@ LOSSES = {
 class Trainer(Section):
     """The optimizer and its loss."""
 
-    engine: Literal["torch", "megatron"] = "torch"
-    """The training engine."""
+    engine: Literal["torch", "megatron", "paced"] = "torch"
+    """The training engine; paced: none, but the time that one takes (section paced)."""
     tensor_parallel: Positive = 1
     """megatron: trainers that share each layer's matrices. job.trainers / (tensor_parallel * pipeline_parallel) replicas
     train data-parallel."""
@@ -209,10 +210,10 @@ class Trainer(Section):
                 f"trainer.correction_high must be more than trainer.correction_low ({self.correction_low:g}), "
                 f"got {self.correction_high:g}"
             )
-        if self.engine == "torch" and self.tensor_parallel * self.pipeline_parallel > 1:
+        if self.engine != "megatron" and self.tensor_parallel * self.pipeline_parallel > 1:
             raise ValueError(
-                "trainer.tensor_parallel and trainer.pipeline_parallel must be 1 where trainer.engine is 'torch'; "
-                "'megatron' has them"
+                f"trainer.tensor_parallel and trainer.pipeline_parallel must be 1 where trainer.engine is {self.engine!r}; "
+                f"'megatron' has them"
             )
         return self
 
@@ -303,6 +304,50 @@ class Weights(Section):
     The last relay, with nobody to take its place, has `job.silence_timeout_s` instead."""
 
 
+PUBLISHED_LENGTHS = ("7b-math", "32b-math", "72b-math")
+"""Names of `paced.lengths`; anything else is a file."""
+
+Cost = Annotated[float, Field(ge=0, le=1e6)]
+"""Seconds of the hardware that is emulated."""
+
+
+class Paced(Section):
+    """Emulated GPUs: engines and trainers that take the time of real ones, by a table of costs, and compute little or nothing.
+
+    Costs are seconds of the emulated hardware. Those that are not set are the ones of `model`, published or fitted
+    (laminar_hpc/data/README.md).
+    """
+
+    model: Literal["7b", "32b", "72b"] = "32b"
+    """Whose costs: Qwen2.5 of this size, one engine on 1, 4 or 8 H800."""
+    time_scale: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Seconds of this machine for an emulated one: 0.1 is ten times faster than the hardware that is emulated."""
+    tokens: Literal["lengths", "model"] = "lengths"
+    """lengths: responses have a length and no meaning; then trainer and task must be paced and synthetic, and no model is
+    needed. model: those that the model at model.path makes, computed ahead of time by the torch engine."""
+    lengths: str = ""
+    """lengths: how long responses are: "7b-math", "32b-math", "72b-math" as published, or a CSV file with the header
+    "tokens,cdf" ("": those of `model`)."""
+    decode: list[tuple[Positive, Cost]] = []
+    """Points [batch, seconds] of a decode step, batches rising; between them it is linear, behind them the last slope goes on."""
+    step_overhead_s: Cost | None = None
+    """What a real engine's loop adds to each decode step."""
+    prefill_call_s: Cost | None = None
+    """Of each step in which prompts are prefilled."""
+    prefill_token_s: Cost | None = None
+    """Of each token that is prefilled."""
+    train_call_s: Cost | None = None
+    """Of each mini-batch."""
+    train_token_s: Cost | None = None
+    """Of each token, prompts included, that one trainer of the job trains on."""
+    publish_s: Cost | None = None
+    """How long a trainer stands still to publish its weights."""
+    load_s: Cost | None = None
+    """How long an engine stands still to load weights."""
+    image_bytes: Annotated[int, Field(ge=8, le=1 << 40)] = 1 << 20
+    """trainer.engine = "paced": size of the weight image, whose bytes have no meaning."""
+
+
 class Record(Section):
     """What is written while the job runs."""
 
@@ -333,7 +378,7 @@ class Config(Section):
     run_dir: str
     """A directory that does not exist yet; everything the run writes goes there."""
     job: Job = Job()
-    model: Model
+    model: Model = Model()
     task: Task = Task()
     rollout: Rollout = Rollout()
     trainer: Trainer = Trainer()
@@ -342,6 +387,7 @@ class Config(Section):
     repack: Repack = Repack()
     evaluation: Evaluation = Evaluation()
     weights: Weights = Weights()
+    paced: Paced = Paced()
     record: Record = Record()
     checkpoint: Checkpoint = Checkpoint()
 
@@ -358,8 +404,11 @@ class Config(Section):
                 f"job.trainers must be a multiple of trainer.tensor_parallel * trainer.pipeline_parallel ({shards}), "
                 f"got {self.job.trainers}"
             )
-        if self.rollout.engine == "torch" and self.rollout.tensor_parallel > 1:
-            raise ValueError("rollout.tensor_parallel must be 1 where rollout.engine is 'torch'; 'vllm' has it")
+        if self.rollout.engine != "vllm" and self.rollout.tensor_parallel > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel must be 1 where rollout.engine is {self.rollout.engine!r}; 'vllm' has it"
+            )
+        self._check_paced()
         if 2 * self.job.heartbeat_s > self.job.silence_timeout_s:
             raise ValueError(
                 f"job.silence_timeout_s must be at least twice job.heartbeat_s ({self.job.heartbeat_s:g}), "
@@ -370,6 +419,26 @@ class Config(Section):
                 f"rollout.concurrency must be at least batch.group_size ({self.batch.group_size}), got {self.rollout.concurrency}"
             )
         return self
+
+    def _check_paced(self) -> None:
+        """What has no meaning goes only to what asks for none."""
+        for key, value, name in (
+            ("trainer.engine", self.trainer.engine, "paced"),
+            ("task.name", self.task.name, "synthetic"),
+        ):
+            if self.timing_only and value != name:
+                raise ValueError(
+                    f"{key} must be {name!r} where rollout.engine is 'paced' and paced.tokens is 'lengths', got {value!r}"
+                )
+            if not self.timing_only and value == name:
+                raise ValueError(f"{key} = {name!r} needs rollout.engine = 'paced' and paced.tokens = 'lengths'")
+        if not self.timing_only and not self.model.path:
+            raise ValueError("model.path is required")
+
+    @property
+    def timing_only(self) -> bool:
+        """Whether responses have a length and no meaning, so that no model is needed, and none is trained."""
+        return self.rollout.engine == "paced" and self.paced.tokens == "lengths"
 
     @property
     def replicas(self) -> int:

@@ -193,10 +193,10 @@ def _expect(message: AnyRecord, kind: type) -> None:
 
 def _prompts(config: Config, rounds: int) -> list[list[bytes]]:
     """Tokens (int32) of the prompts of each round, none of them twice."""
-    from laminar_hpc.tasks.build import build_task
-    from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
+    from laminar_hpc.tasks.build import build_task, build_tokenizer
+    from laminar_hpc.tasks.encoding import encode_prompt
 
-    task, tokenizer = build_task(config), Tokenizer(config.model.path)
+    task, tokenizer = build_task(config), build_tokenizer(config)
     count = config.batch.prompts
     if task.prompts < rounds * count:
         raise ConfigError(f"bench rollout: the task has {task.prompts} prompts, {rounds * count} are needed")

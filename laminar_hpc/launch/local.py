@@ -16,7 +16,7 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.launch.mpiexec import Launch, command_line, environment
 from laminar_hpc.protocol.peer import Resume
-from laminar_hpc.record.status import Status, read_status, was_killed, write_status
+from laminar_hpc.record.status import MOST_LAG, Status, read_status, was_killed, write_status
 from laminar_hpc.runtime.check import resumed
 from laminar_hpc.runtime.paths import RunPaths, create_run_dir
 
@@ -217,8 +217,17 @@ def _print_summary(status: Status, run_dir: str, console: Console) -> None:
         ("accuracy", f"{_figure(status.first_accuracy)} at first, {_figure(status.last_accuracy)} at last (held-out)"),
         ("record", run_dir),
     ]
+    if status.lag is not None:
+        rows.insert(-1, ("pace", pace_line(status)))
     for name, text in rows:
         console.print(f"{name:>9}: {text}", markup=False, soft_wrap=True)
+
+
+def pace_line(status: Status) -> str:
+    """By how much emulated time lagged, of a run that has some."""
+    lag, worst = status.lag or 0.0, status.lag_of_worst_rank or 0.0
+    text = f"emulated time lagged by {lag:.2%}, on the worst rank by {worst:.2%}"
+    return f"{text}; more than {MOST_LAG:.0%}: its times do not count" if worst > MOST_LAG else text
 
 
 def _figure(value: float | None) -> str:

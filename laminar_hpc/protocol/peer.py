@@ -33,6 +33,13 @@ class Goodbye(Message, frozen=True):
     rank: int
 
 
+class Paced(Message, frozen=True):
+    """What a rank's emulated engine or trainer has kept to its schedule since the last such message."""
+
+    rank: int
+    pace: Pace
+
+
 class Failure(Message, frozen=True):
     """A rank cannot go on; the job has to end. `text` is one line."""
 
@@ -292,6 +299,26 @@ class AbortTrajectories(Message, frozen=True):
     trajectories: list[int]
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How well emulated work has kept to its schedule, in seconds of this machine.
+
+    `scheduled_s` is how long trajectories, loads and training steps were to take, one after the other; `late_s` by how much
+    later each was done than that, altogether; `worst_s` the most for one of them.
+    """
+
+    scheduled_s: float = 0.0
+    late_s: float = 0.0
+    worst_s: float = 0.0
+
+    def __add__(self, other: Pace) -> Pace:
+        """Of both together."""
+        return Pace(self.scheduled_s + other.scheduled_s, self.late_s + other.late_s, max(self.worst_s, other.worst_s))
+
+    def since(self, earlier: Pace) -> Pace:
+        """What came after `earlier`, the worst of all of it."""
+        return Pace(self.scheduled_s - earlier.scheduled_s, self.late_s - earlier.late_s, self.worst_s)
+
+
 class Ended(msgspec.Struct, frozen=True):
     """A trajectory whose generation has ended."""
 
@@ -300,7 +327,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class EngineOutput(Message, frozen=True):
-    """What the engine has generated since the last such message, and how full it is.
+    """What the engine has generated since the last such message, and how full it is; `pace` of an emulated one since then.
 
     `released` are trajectories that it has given up; None where it was not asked to.
     """
@@ -312,6 +339,7 @@ class EngineOutput(Message, frozen=True):
     waiting: int
     busy_s: float
     released: list[int] | None = None
+    pace: Pace | None = None
 
 
 # --- a driver <-> its task worker -----------------------------------------------------------------------------------
@@ -406,7 +434,10 @@ class TrainerUp(Message, frozen=True):
 
 
 class TrainOn(Message, frozen=True):
-    """Train on a mini-batch: all its samples (for advantages), and the blocks of this trainer's own ones."""
+    """Train on a mini-batch: all its samples (for advantages), and the blocks of this trainer's own ones.
+
+    Where tokens have no meaning, their number is all there is: `lengths` (prompt and response) in place of `blocks`.
+    """
 
     step: int
     minibatch: int
@@ -416,16 +447,18 @@ class TrainOn(Message, frozen=True):
     rewards: list[float]
     own: list[int]
     blocks: list[list[Block]]
+    lengths: list[int] = []
 
 
 class TrainedOn(Message, frozen=True):
-    """A mini-batch is done."""
+    """A mini-batch is done; `pace` of an emulated trainer since the last one."""
 
     step: int
     minibatch: int
     tokens: int
     seconds: float
     metrics: dict[str, float]
+    pace: Pace | None = None
 
 
 class WriteWeights(Message, frozen=True):
@@ -499,6 +532,7 @@ AnyMessage = (
     Heartbeat
     | ManagerAlive
     | Goodbye
+    | Paced
     | Failure
     | Append
     | Fetch

@@ -448,6 +448,17 @@ TABLES: dict[str, Table] = {
             ),
         ),
         Table(
+            "pacing",
+            ("trainer", "rollout"),
+            "How well this rank's emulated engine or trainer kept to its schedule since the last row",
+            (
+                _instant("time_s", "when"),
+                _seconds("scheduled_s", "how long trajectories, loads and steps were to take, one after the other"),
+                _seconds("late_s", "by how much later than scheduled each was done, altogether"),
+                _seconds("worst_s", "by how much the latest one was, so far"),
+            ),
+        ),
+        Table(
             "bench_pings",
             (BENCH,),
             "Messages between the hosts of the first two relays, by themselves",

@@ -20,12 +20,17 @@ STATES = (RUNNING, "finished", "stopped", "requeue", "failed", "stalled", "inter
 """
 
 
+MOST_LAG = 0.02
+"""What was late by a larger share of its schedule says nothing about the hardware that was emulated."""
+
+
 class Status(msgspec.Struct, kw_only=True):
     """What the status file says. Moments are Unix times in seconds; None is what is not known yet.
 
     `reward` and `staleness` are means of the last step, the latter in versions at consumption. The two rates, in tokens/s,
     are those of the last moments. `rollouts_busy` is how many rollouts, of `rollouts`, had
-    something to generate, as a mean over them.
+    something to generate, as a mean over them. `lag` is by which share of its schedule emulated work was late, None where
+    nothing is emulated.
     """
 
     state: str
@@ -47,6 +52,8 @@ class Status(msgspec.Struct, kw_only=True):
     training_tokens_per_s: float = 0.0
     rollouts: int = 0
     rollouts_busy: float = 0.0
+    lag: float | None = None
+    lag_of_worst_rank: float | None = None
 
     @classmethod
     def blank(cls) -> Status:

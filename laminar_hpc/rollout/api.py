@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from laminar_hpc.config.schema import Rollout
 from laminar_hpc.errors import EngineError
-from laminar_hpc.protocol.peer import Lease, Manifest
+from laminar_hpc.protocol.peer import Lease, Manifest, Pace
 from laminar_hpc.protocol.trajectory import Stop
 
 
@@ -34,12 +34,25 @@ class Sampled(msgspec.Struct, frozen=True):
     stop: Stop | None
 
 
+class Run(msgspec.Struct, frozen=True):
+    """Several new tokens of one trajectory (int32) with their log-probabilities (float32), both little-endian."""
+
+    trajectory: int
+    tokens: bytes
+    logprobs: bytes
+    stop: Stop | None
+
+
 class EngineStats(msgspec.Struct, frozen=True):
-    """How full an engine is: used share of the KV cache (0 to 1), trajectories decoded, trajectories without a place yet."""
+    """How full an engine is: used share of the KV cache (0 to 1), trajectories decoded, trajectories without a place yet.
+
+    `pace`: how well an engine that emulates another one has kept to its schedule since it was built.
+    """
 
     kv_use: float
     running: int
     waiting: int
+    pace: Pace | None = None
 
 
 class Engine(Protocol):
@@ -69,8 +82,14 @@ class Engine(Protocol):
     def export(self, trajectory: int) -> list[int]:
         """The response tokens so far of a trajectory in the engine, with which `add` elsewhere goes on."""
 
-    def step(self) -> list[Sampled]:
-        """One decode step: a new token for every running trajectory. Empty when there is none."""
+    def step(self) -> Sequence[Sampled | Run]:
+        """One decode step: a new token for every running trajectory. Empty when there is none.
+
+        An engine that emulates another one (PacedEngine) may make several or none in a call, and tell of them in runs.
+        """
+
+    def untold(self) -> Sequence[Sampled | Run]:
+        """What it has generated and kept back until now. Most engines tell everything at once, and have nothing."""
 
     def stats(self) -> EngineStats:
         """How full the engine is now."""

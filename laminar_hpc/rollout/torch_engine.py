@@ -121,6 +121,10 @@ class TorchEngine:
                 return list(row.response)
         raise EngineError(f"torch engine: trajectory {trajectory} cannot be exported, it is not in the engine")
 
+    def untold(self) -> list[Sampled]:
+        """Nothing, ever."""
+        return []
+
     def stats(self) -> EngineStats:
         """As in `Engine`."""
         used = sum(row.tokens for row in self._running)

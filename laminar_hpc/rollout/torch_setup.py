@@ -19,8 +19,8 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_torch(config: Config) -> None:
-    """ConfigError where `rollout.engine` is torch and the engine cannot run this config. Reads config.json."""
-    if config.rollout.engine != "torch":
+    """ConfigError where the torch engine is to run, by itself or behind a paced one, and cannot. Reads config.json."""
+    if config.rollout.engine not in ("torch", "paced") or config.timing_only:
         return
     path = config.model.path
     file = os.path.join(path, "config.json")

@@ -189,6 +189,10 @@ class VllmEngine:
         for token, logprob, its_stop in zip(tokens, logprobs, stops, strict=True):
             yield Sampled(number, token, logprob, its_stop)
 
+    def untold(self) -> list[Sampled]:
+        """Nothing, ever."""
+        return []
+
     def stats(self) -> EngineStats:
         """As in `Engine`, after the newest step."""
         count = len(self._trajectories)

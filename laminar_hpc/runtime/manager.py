@@ -63,6 +63,7 @@ from laminar_hpc.protocol.peer import (
     ManagerAlive,
     Manifest,
     MeasureLink,
+    Paced,
     Readmitted,
     Resume,
     Shard,
@@ -146,6 +147,8 @@ class ManagerLoop:
             case RelayHolds():
                 self._proven.add(source)
                 self._decide(message, now)
+            case Paced():
+                self._live.hear_pace(source, message.pace)
             case Failure():
                 self._beats.pop(source, None)
                 self._left.add(source)

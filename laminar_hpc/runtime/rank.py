@@ -16,6 +16,8 @@ from enum import Enum
 from types import FrameType
 from typing import Protocol
 
+import msgspec
+
 from laminar_hpc.config.schema import Config
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.errors import LaminarError
@@ -24,7 +26,7 @@ from laminar_hpc.mpi.world import World
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.events import StopRequested
-from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Resume, Shutdown
+from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Pace, Paced, Resume, Shutdown
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.record.writer import RecordWriter
 from laminar_hpc.runtime.paths import RunPaths
@@ -105,6 +107,7 @@ class Rank:
         self.terminated: str | None = None
         self._origin = time.monotonic()
         self._parent = os.getppid()
+        self._pace: Pace | None = None
         self.record: RecordWriter | None = None
 
     @property
@@ -145,6 +148,20 @@ class Rank:
     def tell_manager(self, message: AnyRecord) -> None:
         """Send an event or a message to the manager."""
         self.mail.send(MANAGER, message)
+
+    def note_pace(self, pace: Pace | None) -> None:
+        """What this rank's worker emulates has kept to its schedule like this since it last said so."""
+        if pace is not None:
+            self._pace = pace if self._pace is None else self._pace + pace
+
+    def write_pace(self, now: float) -> None:
+        """A row of what was noted since the last one, and a word to the manager; nothing where nothing was."""
+        if self._pace is None:
+            return
+        if self.record is not None:
+            self.record.add("pacing", time_s=now, **msgspec.structs.asdict(self._pace))
+        self.tell_manager(Paced(self.world.rank, self._pace))
+        self._pace = None
 
     def parent_is_gone(self) -> bool:
         """Whether the launcher has died: its children get another parent."""
@@ -260,7 +277,8 @@ class _Frame:
             self.rank.tell_manager(Heartbeat(self.rank.world.rank, waiting_for, now - self._waiting_since))
 
     def write_phases(self, now: float) -> None:
-        """A row for each phase since the last ones."""
+        """A row for each phase since the last ones, and for what was emulated."""
+        self.rank.write_pace(now)
         if self.rank.record is not None:
             for name, seconds in self._phase_seconds.items():
                 self.rank.record.add("phases", time_s=now, phase=name, seconds=seconds)

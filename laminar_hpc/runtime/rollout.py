@@ -288,6 +288,7 @@ class RolloutLoop:
             waiting=output.waiting,
         )
         self._rank.tell_manager(Append(rank, incarnation, blocks, streamed))
+        self._rank.note_pace(output.pace)
         if self._rank.record is not None:
             self._rank.record.add(
                 "engine",

@@ -16,7 +16,7 @@ from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Checkpoint, Publish, Release, Train
+from laminar_hpc.protocol.commands import Checkpoint, Publish, Release, Sample, Train
 from laminar_hpc.protocol.events import Published, StateWritten, Trained, TrainerReady
 from laminar_hpc.protocol.peer import (
     ChunkRequest,
@@ -175,15 +175,18 @@ class TrainerLoop:
         with contextlib.suppress(ChannelClosed):
             self._require_worker().send(message)
 
-    def _own(self, train: Train) -> list[int]:
+    def _own(self, train: Train) -> list[Sample]:
         config = self._rank.config
         replica = replica_of(self._rank.me.index, config.trainer.tensor_parallel, config.replicas)
-        return [sample.trajectory for sample in train.samples if sample.replica == replica]
+        return [sample for sample in train.samples if sample.replica == replica]
 
     def _fetch(self, train: Train) -> None:
+        if self._rank.config.timing_only:
+            self._payload[train.step, train.minibatch] = []
+            return
         self._requests += 1
         self._asked[self._requests] = (train.step, train.minibatch)
-        self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, self._own(train)))
+        self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, _trajectories(self._own(train))))
 
     def _begin_next(self) -> bool:
         if not self._work or self._publisher is None:
@@ -196,6 +199,7 @@ class TrainerLoop:
                 blocks = self._payload.pop((work.step, work.minibatch), None)
                 if blocks is None:
                     return False
+                own = self._own(work)
                 self._tell_worker(
                     TrainOn(
                         step=work.step,
@@ -204,8 +208,9 @@ class TrainerLoop:
                         trajectories=[sample.trajectory for sample in work.samples],
                         groups=[sample.group for sample in work.samples],
                         rewards=[sample.reward for sample in work.samples],
-                        own=self._own(work),
+                        own=_trajectories(own),
                         blocks=blocks,
+                        lengths=[sample.tokens for sample in own] if self._rank.config.timing_only else [],
                     )
                 )
             case Publish():
@@ -266,6 +271,7 @@ class TrainerLoop:
 
     def _trained(self, message: TrainedOn) -> None:
         self._begun.popleft()
+        self._rank.note_pace(message.pace)
         self._rank.tell_manager(
             Trained(
                 rank=self._rank.world.rank,
@@ -306,6 +312,10 @@ class TrainerLoop:
                 seconds=self._stall_s.pop(ready.version),
             )
         )
+
+
+def _trajectories(samples: list[Sample]) -> list[int]:
+    return [sample.trajectory for sample in samples]
 
 
 def _same_step(first: Train | Publish, second: Train | Publish | Checkpoint) -> bool:

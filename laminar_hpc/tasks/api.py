@@ -16,6 +16,19 @@ def unquoted(text: str) -> str:
     return text
 
 
+class TextTokens(Protocol):
+    """Text to tokens and back."""
+
+    def quote(self, text: str) -> str:
+        """`text` with marks around what looks like a control token, so that `encode` takes it as the text that it is."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of `text`, with those that the tokenizer itself adds where that is asked for."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of these tokens, control tokens left out."""
+
+
 class PromptCounts(NamedTuple):
     """How many training prompts and how many held-out prompts there are."""
 

@@ -7,10 +7,14 @@ import time
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
-from laminar_hpc.tasks.api import PromptCounts, Task
+from laminar_hpc.tasks.api import PromptCounts, Task, TextTokens
+from laminar_hpc.tasks.encoding import encode_prompt
 
 FILES = ("jsonl", "parquet")
 """Tasks whose prompts are the rows of a file."""
+
+SYNTHETIC = "synthetic"
+"""The task whose prompts mean nothing, so that no model's tokenizer is needed."""
 
 _CHECK_LIMIT_S = 3.0
 _SAMPLE = 64
@@ -25,6 +29,10 @@ def build_task(config: Config, search_limit_s: float | None = None) -> Task:
         from laminar_hpc.tasks.file_task import FileTask
 
         return FileTask(config)
+    if config.task.name == SYNTHETIC:
+        from laminar_hpc.tasks.synthetic_task import SyntheticTask
+
+        return SyntheticTask(config)
     try:
         from laminar_hpc.tasks.reasoning_gym_task import ReasoningGymTask
     except ModuleNotFoundError as error:
@@ -32,6 +40,19 @@ def build_task(config: Config, search_limit_s: float | None = None) -> Task:
             f"task.name = 'reasoning_gym' needs the package {error.name}: pip install 'laminar_hpc[tasks]'"
         ) from error
     return ReasoningGymTask(config, search_limit_s)
+
+
+def build_tokenizer(config: Config) -> TextTokens:
+    """The tokenizer of the model, or for the task `SYNTHETIC` the one that makes a character a token; ConfigError as above."""
+    if config.task.name == SYNTHETIC:
+        from laminar_hpc.tasks.synthetic_task import CharacterTokens
+
+        return CharacterTokens()
+    try:
+        from laminar_hpc.tasks.tokenizer import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks need the package {error.name}: pip install 'laminar_hpc[tasks]'") from error
+    return Tokenizer(config.model.path)
 
 
 def prompt_counts(config: Config) -> PromptCounts:
@@ -47,16 +68,12 @@ def check_task(config: Config) -> PromptCounts:
 
     Of a data set that draws slowly, only what fits into the time is looked at; its task worker looks at all.
     """
-    try:
-        from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"tasks need the package {error.name}: pip install 'laminar_hpc[tasks]'") from error
     if config.task.overlong_tokens > config.rollout.max_response_tokens:
         raise ConfigError(
             f"task.overlong_tokens must be at most rollout.max_response_tokens ({config.rollout.max_response_tokens}), "
             f"got {config.task.overlong_tokens}"
         )
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = build_tokenizer(config)
     task = build_task(config, search_limit_s=_CHECK_LIMIT_S)
     began_s = time.monotonic()
     for purpose, count in ((Purpose.TRAIN, task.prompts), (Purpose.EVALUATION, task.held_out)):

@@ -10,9 +10,9 @@ import numpy as np
 from laminar_hpc.config.schema import Config
 from laminar_hpc.protocol.peer import EncodePrompt, Grade, Graded, PromptEncoded
 from laminar_hpc.protocol.trajectory import Purpose
-from laminar_hpc.tasks.api import Task
+from laminar_hpc.tasks.api import Task, TextTokens
+from laminar_hpc.tasks.encoding import encode_prompt
 from laminar_hpc.tasks.overlong import overlong_penalty
-from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
 
 Request = EncodePrompt | Grade
 Answer = PromptEncoded | Graded
@@ -21,7 +21,7 @@ Answer = PromptEncoded | Graded
 class RequestHandler:
     """A task with the tokenizer of the model that it is for."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, task: Task) -> None:
+    def __init__(self, config: Config, tokenizer: TextTokens, task: Task) -> None:
         self._tokenizer = tokenizer
         self._task = task
         self._max_prompt_tokens = config.rollout.max_prompt_tokens

@@ -17,8 +17,6 @@ import re
 import tokenizers
 
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.protocol.trajectory import Purpose
-from laminar_hpc.tasks.api import Task
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around a control token that is to be encoded as text. Unicode keeps these two out of all text on purpose."""
@@ -76,14 +74,3 @@ class Tokenizer:
         """The text of these tokens, control tokens left out."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
-
-
-def encode_prompt(tokenizer: Tokenizer, task: Task, purpose: Purpose, index: int, max_tokens: int) -> list[int]:
-    """The tokens of a prompt; ConfigError names the prompt where it is empty or longer than `max_tokens`."""
-    text = task.text(purpose, index, tokenizer.quote)
-    tokens = tokenizer.encode(text, add_special_tokens=not task.has_special_tokens)
-    if not 1 <= len(tokens) <= max_tokens:
-        raise ConfigError(
-            f"{purpose.value} prompt {index} has {len(tokens)} tokens; rollout.max_prompt_tokens allows 1 to {max_tokens}"
-        )
-    return tokens

@@ -15,11 +15,10 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.peer import EncodePrompt, Grade, Shutdown, StartTask, TaskUp
 from laminar_hpc.tasks.api import Task
-from laminar_hpc.tasks.build import build_task
+from laminar_hpc.tasks.build import build_task, build_tokenizer
 from laminar_hpc.tasks.child import Child
 from laminar_hpc.tasks.grading import RequestHandler
 from laminar_hpc.tasks.guard import end_children, fork_guard
-from laminar_hpc.tasks.tokenizer import Tokenizer
 
 MEMORY_LIMIT_BYTES = 4 << 30
 """Address space of a task worker: what goes beyond it is a MemoryError inside the verifier, not a node out of memory."""
@@ -49,7 +48,7 @@ def limit_memory(limit_bytes: int) -> None:
 
 def serve(channel: Channel, config: Config, task: Task) -> None:
     """Report the task as up, then answer requests in order, until the driver asks for the end or is gone."""
-    handler = RequestHandler(config, Tokenizer(config.model.path), task)
+    handler = RequestHandler(config, build_tokenizer(config), task)
     worker = fork_guard()
     if worker is None:
         return

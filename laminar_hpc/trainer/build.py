@@ -21,4 +21,8 @@ def build_trainer(config: Config, trainer: int, trainers: int) -> TrainingEngine
         from laminar_hpc.trainer.megatron_trainer import MegatronTrainer
 
         return MegatronTrainer(config, trainer, trainers)
-    raise ConfigError(f"trainer.engine must be torch or megatron, got {config.trainer.engine!r}")
+    if config.trainer.engine == "paced":
+        from laminar_hpc.trainer.paced import PacedTrainer
+
+        return PacedTrainer(config, trainer, trainers)
+    raise ConfigError(f"trainer.engine must be torch, megatron or paced, got {config.trainer.engine!r}")

@@ -43,6 +43,7 @@ from laminar_hpc.trainer.address import host_address, set_gloo_interface
 from laminar_hpc.trainer.api import Sequence, TrainingEngine, needs_proximal, needs_reference
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
+from laminar_hpc.trainer.paced import PacedTrainer, sequences_of_lengths
 
 SKIPPED_STEPS = 10
 """So many steps in a row whose gradients are not finite, or all steps of a shorter run, and the trainer gives up.
@@ -69,7 +70,8 @@ def main(channel: Channel) -> None:
 
     begun_s = time.monotonic()
     config = Config.model_validate_json(start.config)
-    _join(channel, config, start.trainer, start.trainers)
+    if not config.timing_only:
+        _join(channel, config, start.trainer, start.trainers)
     engine = build_trainer(config, start.trainer, start.trainers)
     origin = origin_of(config, start.trainer, start.trainers, engine.manifest)
     if start.resume is not None:
@@ -139,20 +141,26 @@ class _Service:
         proximal, reference = needs_proximal(trainer, first.minibatches), needs_reference(trainer)
         messages = self._collect(first) if proximal or reference else [first]
         begun_s = time.monotonic()
-        batches = [own_sequences(message) for message in messages]
+        batches = [self._sequences(message) for message in messages]
         if proximal:
             batches = [self._score(sequences, "proximal_logprobs") for sequences in batches]
         if reference:
             batches = [self._score(sequences, "reference_logprobs") for sequences in batches]
         for message, sequences in zip(messages, batches, strict=True):
+            if isinstance(self._engine, PacedTrainer):
+                self._engine.begin(begun_s)
             metrics = self._engine.train(sequences, self._version)
             self._version = None
             self._await_copy()
             ended_s = time.monotonic()
             tokens = sum(len(sequence.tokens) for sequence in sequences)
-            self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics))
+            pace = self._engine.take_pace() if isinstance(self._engine, PacedTrainer) else None
+            self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics, pace))
             begun_s = ended_s
             self._patience.note(message, metrics)
+
+    def _sequences(self, message: TrainOn) -> list[Sequence]:
+        return sequences_of_lengths(message.lengths) if self._config.timing_only else own_sequences(message)
 
     def _collect(self, first: TrainOn) -> list[TrainOn]:
         """All mini-batches of the step that `first` begins."""
@@ -195,10 +203,11 @@ class _Service:
     def _mapped(self, path: str) -> NDArray[np.uint8]:
         """The memory at `path`, which is kept: a version never costs more than its copy."""
         if path not in self._memory:
-            from laminar_hpc.trainer.shard import pin
-
             self._memory[path] = map_for_good(path)
-            pin(self._memory[path])
+            if not self._config.timing_only:
+                from laminar_hpc.trainer.shard import pin
+
+                pin(self._memory[path])
         return self._memory[path]
 
     def _say_written(self, wait: Callable[[], object], written: WeightsWritten) -> None:

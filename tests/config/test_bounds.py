@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from laminar_hpc.config.load import check_config
-from laminar_hpc.config.schema import Config, Seconds
+from laminar_hpc.config.schema import Config, Cost, Seconds
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.process.channel import Channel, wait_any
 
@@ -22,7 +22,7 @@ def times() -> list[tuple[str, str]]:
     for section, kind in get_type_hints(Config).items():
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             hints = get_type_hints(kind, include_extras=True)
-            found += [(section, key) for key, hint in hints.items() if hint == Seconds]
+            found += [(section, key) for key, hint in hints.items() if hint in (Seconds, Cost | None)]
     return found
 
 

@@ -66,8 +66,8 @@ def test_columns_are_the_fields_of_the_protocols_record(
 def test_each_role_has_its_tables() -> None:
     assert [table.name for table in schema.tables_of("relay")] == ["relay_versions", "phases"]
     assert schema.tables_of("spare") == schema.tables_of("relay")  # it may become one
-    assert [table.name for table in schema.tables_of("trainer")] == ["phases"]
-    assert [table.name for table in schema.tables_of("rollout")] == ["pulls", "engine", "phases"]
+    assert [table.name for table in schema.tables_of("trainer")] == ["pacing", "phases"]
+    assert [table.name for table in schema.tables_of("rollout")] == ["pulls", "engine", "pacing", "phases"]
     with pytest.raises(ValueError, match="unknown role 'cook'; roles with a record are manager"):
         schema.tables_of("cook")
 

@@ -97,7 +97,7 @@ def test_a_trajectory_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "changes", "message"),
     [
-        ("pull", {}, "unknown table 'pull'; tables here: pulls, engine, phases"),
+        ("pull", {}, "unknown table 'pull'; tables here: pulls, engine, pacing, phases"),
         ("steps", {}, "unknown table 'steps'"),
         ("pulls", {"speed": 1}, "table pulls: unknown field speed; its columns are version, time_s"),
         ("pulls", {"version": ...}, "table pulls: missing field version"),

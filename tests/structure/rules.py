@@ -23,6 +23,7 @@ FLOORS = {
     "laminar_hpc.weights.digest": 1,
     "laminar_hpc.policy": 2,
     "laminar_hpc.control": 3,
+    "laminar_hpc.data": 3,
     "laminar_hpc.process": 4,
     "laminar_hpc.mpi": 4,
     "laminar_hpc.record": 4,

@@ -22,8 +22,9 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.protocol.trajectory import Purpose
 from laminar_hpc.tasks import chat
 from laminar_hpc.tasks.build import build_task, check_task
+from laminar_hpc.tasks.encoding import encode_prompt
 from laminar_hpc.tasks.file_task import FileTask
-from laminar_hpc.tasks.tokenizer import Tokenizer, encode_prompt
+from laminar_hpc.tasks.tokenizer import Tokenizer
 
 TRAIN = Purpose.TRAIN
 CHATML = (

@@ -1,0 +1,1 @@
+"""Small published figures, and what the package makes of them; README.md beside this file has the sources."""
