@@ -69,7 +69,12 @@ def loaded_what_was_published(run: Run, versions: int, all_of_them: bool = False
 
 @pytest.mark.parametrize(
     ("mode", "trainers", "relays"),
-    [("laminar", 1, 1), ("sync", 1, 1), ("laminar", 2, 2), ("sync", 2, 3)],
+    [
+        ("laminar", 2, 2),
+        ("sync", 1, 1),
+        pytest.param("laminar", 1, 1, marks=pytest.mark.slow),
+        pytest.param("sync", 2, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, trainers: int, relays: int) -> None:
     rollouts = 3 if relays == 3 else 2
