@@ -140,7 +140,6 @@ def _last_status(config: Config, exit_code: int | None, interrupted: signal.Sign
     status = status or Status.blank()
     status.state = "failed" if interrupted is None else "interrupted"
     status.reason = reason
-    status.rollouts_busy = 0
     status.updated_s = status.ended_s = time.time()
     with contextlib.suppress(RecordError):  # a full disk: what is printed is all that is left
         write_status(config.run_dir, status)
