@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 
 from laminar_hpc import __version__
@@ -48,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("config", help="a TOML file; jobs/configs/ has examples")
     _add_set(run)
     run.add_argument(
-        "--dry-run", action="store_true", help="print the number of ranks and the mpiexec line, start nothing"
+        "--dry-run", action="store_true", help="print the number of ranks, the srun and the mpiexec line, start nothing"
     )
     run.set_defaults(run=_run)
 
@@ -100,21 +99,17 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from laminar_hpc.launch.local import run
-    from laminar_hpc.launch.mpiexec import check_machine, command_line, open_mpi_settings
+    from laminar_hpc.launch.local import dry_run, run
+    from laminar_hpc.launch.mpiexec import check_machine
     from laminar_hpc.runtime.check import check_memory_here, check_run
 
     config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        words = [word for override in options.overrides for word in ("--set", override)]
+        return dry_run(config, ["--config", options.config, *words])
     check_machine(config)
     check_run(config)
     check_memory_here(config)
-    if options.dry_run:
-        words = [word for override in options.overrides for word in ("--set", override)]
-        line = command_line(config, ["--config", options.config, *words])
-        settings = [f"{name}={value}" for name, value in open_mpi_settings().items()]
-        print(f"{config.job.ranks} ranks")
-        print(shlex.join(["env", *settings, *line]))
-        return 0
     return run(config)
 
 
