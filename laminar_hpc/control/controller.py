@@ -131,7 +131,7 @@ class Controller:
             return self._ready(event, role, now)
         if role is None:
             if isinstance(event, RankLost):
-                return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
+                return self._lost_unready(event, now)
             raise ProtocolError(f"{_describe(event)} came from a rank that has never reported")
         if role in RELAY_TIER:
             return self._from_relay(event, role, now)
@@ -214,6 +214,8 @@ class Controller:
 
     def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
         state, known = self._state, self._state.fleet.rollouts.get(event.rank)
+        if state.fleet.gave_up(event.rank):
+            return []
         commands = self._dispatcher.lost(known, now) if known is not None and known.alive else []
         rollout = state.fleet.add_rollout(event)
         commands += state.distribution.rollout_ready(event)
@@ -225,6 +227,13 @@ class Controller:
             self._state.distribution.readers.lose(member.rank)
             return self._dispatcher.lost(member, now)
         return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
+
+    def _lost_unready(self, event: RankLost, now: float) -> list[Command]:
+        if event.role != Role.ROLLOUT.value:
+            return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
+        self._state.fleet.give_up(event.rank)
+        self._state.work_has_appeared = True  # for rollouts that have waited for this one
+        return []
 
     # --- versions ---------------------------------------------------------------------------------------------------
 

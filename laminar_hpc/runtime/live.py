@@ -63,6 +63,11 @@ class RecentMean:
             self._levels.popleft()
 
 
+def loss_line(event: RankLost) -> str:
+    """What is lost, in one line: a rank, which the reason names, or a rank's worker alone."""
+    return event.reason if event.role else f"rank {event.rank} lost its worker: {event.reason}"
+
+
 class Live:
     """Keeps the figures that a person wants to see."""
 
@@ -106,7 +111,7 @@ class Live:
                     self._streamed[progress.trajectory] = progress.tokens
                 self._generated.append((now, new))
             case RankLost():
-                say(f"rank {event.rank} lost its worker: {event.reason}")
+                say(loss_line(event))
             case _:
                 pass
 

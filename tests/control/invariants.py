@@ -72,6 +72,7 @@ class InvariantChecker:
         self.settings = settings
         self.sync = settings.mode == "sync"
         self.rollouts: dict[int, SeenRollout] = {}
+        self.given_up: set[int] = set()
         self.trajectories: dict[int, SeenTrajectory] = {}
         self.settled: dict[int, TrajectoryOutcome] = {}
         self.groups: dict[int, TrajectorySpec] = {}
@@ -115,7 +116,7 @@ class InvariantChecker:
         match event:
             case TrainerReady():
                 self.trainers.setdefault(event.rank, event.trainer)
-            case RolloutReady():
+            case RolloutReady() if event.rank not in self.given_up:
                 seen = self.rollouts.get(event.rank)
                 if seen is None or event.incarnation > seen.incarnation:
                     relay = event.relay if seen is None else seen.relay
@@ -123,6 +124,8 @@ class InvariantChecker:
             case RankLost():
                 if seen := self._current(event):
                     seen.alive, seen.owned = False, set()
+                elif event.role == "rollout" and event.rank not in self.rollouts:
+                    self.given_up.add(event.rank)
             case Loaded():
                 seen = self._current(event)
                 if seen and seen.pulling is not None and (seen.version is None or event.version > seen.version):
@@ -186,7 +189,7 @@ class InvariantChecker:
         elif command.version not in self.cohort_versions:
             versions = {other.version for other in self.rollouts.values() if other.alive}
             assert versions == {command.version}, f"work under {command.version} while rollouts hold {versions}"
-            assert len(self.rollouts) >= self.settings.rollouts
+            assert len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
             self.cohort_versions.add(command.version)
 
     def _see_hand_out(self, spec: TrajectorySpec, version: int) -> None:
@@ -382,7 +385,12 @@ class InvariantChecker:
                 continue
             if self.sync:
                 together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)
-                room = room and together and self._cohort_is_open() and len(self.rollouts) >= self.settings.rollouts
+                room = (
+                    room
+                    and together
+                    and self._cohort_is_open()
+                    and len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
+                )
             assert not room, f"rollout {rank} idles though prompts may be handed out"
 
     def _cohort_is_open(self) -> bool:

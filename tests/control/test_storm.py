@@ -78,7 +78,7 @@ class Storm:
         random, cluster = self.random, self.cluster
         rollouts = [rollout for rollout in cluster.rollouts if rollout.ready]
         if random.random() >= self._calm:
-            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
+            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "vanish", "relay", "relay"])
             if kind == "repeat" and cluster.events:
                 return random.choice(cluster.events)[1]
             ghosts = cluster.ghosts + cluster.relays.ghosts
@@ -94,6 +94,8 @@ class Storm:
                 return cluster.use_tool(rollout, random.choice(list(rollout.tasks.values())))
             if kind == "crash" and rollouts:
                 return cluster.crash(random.choice(rollouts))
+            if kind == "vanish" and (unheard := cluster.unheard()):
+                return cluster.vanish(random.choice(unheard))
             if kind == "restart" and rollouts:
                 rollout = random.choice(rollouts)
                 cluster.crash(rollout)

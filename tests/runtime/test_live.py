@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.runtime.live import RecentMean
+from laminar_hpc.protocol.events import RankLost
+from laminar_hpc.runtime.live import RecentMean, loss_line
 
 
 def test_a_mean_covers_its_whole_window_whenever_it_is_asked_for() -> None:
@@ -37,3 +38,9 @@ def test_a_mean_is_the_sum_of_its_tenths_of_a_second(changes: list[tuple[int, in
     recent = values[max(first, len(values) - 100) :]
     if recent and any(values):
         assert busy.at(len(values) / 10) == pytest.approx(sum(recent) / len(recent), abs=1e-6)
+
+
+def test_a_loss_is_told_once_and_by_what_is_lost() -> None:
+    gone = RankLost(4, 0, "rank 4 (rollout 1 on vm:0): its process is gone", "rollout")
+    assert loss_line(gone) == "rank 4 (rollout 1 on vm:0): its process is gone"
+    assert loss_line(RankLost(4, 0, "signal 9")) == "rank 4 lost its worker: signal 9"
