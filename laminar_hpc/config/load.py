@@ -61,7 +61,9 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
+    errors = error.errors()
+    # an unknown key first: where it is a misspelt one, the right one is missing for it
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
