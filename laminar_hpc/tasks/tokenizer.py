@@ -44,6 +44,9 @@ class Tokenizer:
             raise ConfigError(f"model.path: {path}: not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # None where every character has a token; the library's types know only the models' common class
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
         added = [token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content]
         unflagged = [token.content for token in added if not token.special and _IN_BARS.fullmatch(token.content)]
         self._tokenizer.add_special_tokens(unflagged)
@@ -72,10 +75,37 @@ class Tokenizer:
         whole = tokenizers.Encoding.merge(encoded, growing_offsets=True)
         return list(self._tokenizer.post_process(whole, add_special_tokens=add_special_tokens).ids)
 
+    @property
+    def may_not_know(self) -> bool:
+        """Whether there may be text that becomes the token for what is unknown."""
+        return self._unknown is not None
+
+    def unknown_in(self, text: str) -> str | None:
+        """The first piece of `text`, which may have marks of `quote`, that has no token of its own; None where all have."""
+        if self._unknown is None:
+            return None
+        for part in _QUOTED.split(text)[::2]:  # between them are names of control tokens
+            encoding = self._tokenizer.encode(part, add_special_tokens=False)
+            for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if token == self._unknown:
+                    return part[begin:end]
+        return None
+
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens, control tokens left out."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+
+def check_characters(tokenizer: Tokenizer, task: Task, purpose: Purpose, index: int) -> None:
+    """ConfigError where a prompt has text that the model cannot see; it names the prompt and the first such piece."""
+    text = task.text(purpose, index, tokenizer.quote)
+    piece = tokenizer.unknown_in(text)
+    if piece is not None:
+        around = text[max(0, text.index(piece) - 20) :][:40]
+        raise ConfigError(
+            f"{purpose.value} prompt {index} (at {around!r}) has {piece!r}, for which the tokenizer in model.path has no token"
+        )
 
 
 def encode_prompt(tokenizer: Tokenizer, task: Task, purpose: Purpose, index: int, max_tokens: int) -> list[int]:
