@@ -13,6 +13,7 @@ from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
 from laminar_hpc.protocol.events import AnyEvent, RankLost, Streamed
 from laminar_hpc.record.status import Status, write_status
 from laminar_hpc.runtime.rank import Rank, say
+from laminar_hpc.runtime.starting import Starting, counted
 
 RATE_WINDOW_S = 10.0
 """Generation speed and busy rollouts are means over this long."""
@@ -82,7 +83,9 @@ class Live:
         self._first_tokens_s: float | None = None
         self._busy = RecentMean(RATE_WINDOW_S)
         self._status = Status.blank()
-        self._status.reason = "starting engines and trainers"
+        job = rank.config.job
+        self._starting = Starting(job.trainers, job.relays, job.rollouts)
+        self._status.reason = self._starting.phrase()
         self._status.attempt = rank.attempt
         self._status.steps = rank.config.control.steps
         self._status.rollouts = rank.config.job.rollouts
@@ -92,7 +95,8 @@ class Live:
         config = self._rank.config
         job = config.job
         say(
-            f"{job.ranks} ranks: 1 manager, {job.trainers} trainer, {job.relays} relay, {job.rollouts} rollout; "
+            f"{job.ranks} ranks: 1 manager, {counted(job.trainers, 'trainer')}, {counted(job.relays, 'relay')}, "
+            f"{counted(job.rollouts, 'rollout')}; "
             f"mode {config.control.mode}, engines {config.trainer.engine} and {config.rollout.engine}; "
             f"{self._rank.world.library.split(',')[0]}",
         )
@@ -101,6 +105,8 @@ class Live:
     def hear(self, event: AnyEvent, now: float) -> None:
         """Count what was generated, what was lost, and who is busy now."""
         self._busy.note(self._controller.rollouts_busy, now)
+        if (line := self._starting.hear(event)) is not None:
+            say(line)
         match event:
             case Streamed():
                 new = 0
@@ -143,8 +149,7 @@ class Live:
             return
         self._next_refresh = now + REFRESH_S
         self._measure(now)
-        if self._controller.started:
-            self._status.reason = "training"
+        self._status.reason = "training" if self._controller.started else self._starting.phrase()
         self._write()
 
     def forget(self, trajectory: int) -> None:
