@@ -7,7 +7,7 @@ import os
 import sys
 
 from laminar_hpc import __version__
-from laminar_hpc.config.load import load_config
+from laminar_hpc.config.load import key_lines, load_config
 from laminar_hpc.errors import ConfigError, LaminarError
 
 EXIT_BAD_INPUT = 2
@@ -17,7 +17,11 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand; bad input is one line on stderr and exit code 2."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
     try:
         code: int = options.run(options)
         return code
@@ -41,9 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="laminar", description="Asynchronous RL post-training as one Slurm/MPI job.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    run = commands.add_parser("run", help="train: start the job on this machine and follow it to its end")
+    run = commands.add_parser(
+        "run",
+        help="train: start the job on this machine and follow it to its end",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="keys and their defaults:\n" + "\n".join(f"  {line}" for line in key_lines()),
+    )
     run.add_argument("config", help="a TOML file; jobs/configs/ has examples")
     _add_set(run)
     run.add_argument(
