@@ -17,6 +17,7 @@ import numpy as np
 from laminar_hpc.record import schema
 from laminar_hpc.record.lineage import Lineage, read_lineage
 from laminar_hpc.record.reader import Rows, Run
+from laminar_hpc.record.status import was_killed
 
 from .series import columns, counted, groups_without_signal, trained_on
 
@@ -126,7 +127,12 @@ def prompts_accounted_for(run: Run) -> Check:
         wrong += still_open
         still_open = []
     figure = f"{_by_purpose(run)} handed out: {counts['consumed']:,} consumed, {counts['returned']:,} returned, "
-    figure += f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open at the end"
+    going_on = run.status is not None and not run.status.over and not was_killed(run.status)
+    if going_on:
+        still_open = []  # what is being worked on
+    figure += (
+        f"{counts['discarded']:,} discarded, {len(handed_out - ended):,} open {'now' if going_on else 'at the end'}"
+    )
     rule = "every prompt handed out is consumed once, returned, or discarded with a reason"
     return _check(rule, len(handed_out | ended), wrong, figure, still_open)
 
