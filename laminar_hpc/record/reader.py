@@ -135,7 +135,7 @@ class Run:
         known = {one.name: one for one in schema.TABLES[name].columns}
         if column not in (rows.dtype.names or ()):
             raise RecordError(f"{self.run_dir}: {name} has no column {column!r}; columns are {', '.join(known)}")
-        cells = rows[column].tolist()
+        cells: list[Any] = rows[column].tolist()
         if column not in known:
             return cells
         if known[column].names:
