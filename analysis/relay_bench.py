@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,15 @@ from laminar_hpc.errors import ConfigError
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PLAIN_WIDTH = 120
+
+FORMULA = """x one copy: beside one copy between two neighbours in the same rounds. formula: (links + chunks - 1) * (start-up
+time + bytes of a chunk / bandwidth), with the start-up time and the bandwidth of a link as pings measured them beforehand."""
+"""Explains two columns."""
+
 FIGURE = "relay_bench.png"
 DPI = 130
 
@@ -81,10 +89,11 @@ def print_bench(run: Run) -> None:
 
 
 def _broadcast_table(run: Run) -> Table:
-    table = Table(title="Broadcasts: medians", title_justify="left")
+    table = Table(title="Broadcasts, from the first byte sent to the last relay complete", title_justify="left")
+    table.caption, table.caption_justify = FORMULA, "left"
     for name in ("relays", "MB", "transport", "chunks", "way", "rounds"):
         table.add_column(name, justify="right")
-    for name in ("seconds", "from", "to", "x one copy", "formula, s", "x formula"):
+    for name in ("median, s", "fastest, s", "slowest, s", "x one copy", "formula, s", "x formula"):
         table.add_column(name, justify="right")
     for cell in broadcasts(run):
         formula = "" if np.isnan(cell.formula_s) or not cell.formula_s else f"{cell.formula_s:.3f}"
@@ -167,26 +176,37 @@ def write_bench_figure(run: Run) -> str:
     """Write the figure into the run directory; its path. ConfigError where matplotlib is not installed."""
     try:
         import matplotlib
-        from matplotlib.figure import Figure
 
         from .figures import STYLE
     except ImportError as error:
         raise ConfigError(f"figures need matplotlib ({error}): pip install 'laminar_hpc[report]'") from error
     path = os.path.join(run.run_dir, FIGURE)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _draw_broadcasts(left, broadcasts(run))
-        _draw_failures(right, run.table("bench_failures"))
+        figure = bench_figure(run)
         figure.savefig(path, dpi=DPI)
     return path
 
 
+def bench_figure(run: Run) -> Figure:
+    """A panel for broadcasts and one for failures, as far as there are rows; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    cells, failures = broadcasts(run), run.table("bench_failures")
+    panels: list[Callable[[Any], None]] = []
+    if cells:
+        panels.append(lambda axes: _draw_broadcasts(axes, cells))
+    if len(failures):
+        panels.append(lambda axes: _draw_failures(axes, failures))
+    figure = Figure(figsize=(5.0 * max(1, len(panels)), 4.2), layout="constrained")
+    for place, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(1, len(panels), place))
+    return figure
+
+
 def _draw_broadcasts(axes: Any, cells: list[Cell]) -> None:
     """Seconds over the number of relays, a line for each way, dots at the formula's."""
-    if not cells:
-        axes.set_axis_off()
-        return
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     nbytes = cells[0].nbytes
     lines: dict[tuple[str, str, int], list[Cell]] = {}
     for cell in cells:
@@ -202,14 +222,17 @@ def _draw_broadcasts(axes: Any, cells: list[Cell]) -> None:
             formula = [cell.formula_s for cell in line]
             axes.plot(x, formula, linestyle=":", color=drawn[0].get_color(), label=f"formula, {chunks} chunks")
     axes.set(title=f"Broadcast of {nbytes / 1e6:g} MB", xlabel="relays", ylabel="s", yscale="log")
+    counts = sorted({cell.relays for line in lines.values() for cell in line})
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlim(counts[0] - 0.5, counts[-1] + 0.5)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize=8)
 
 
 def _draw_failures(axes: Any, rows: Rows) -> None:
     """From noticing a fault to the next chunk: every round of each fault."""
-    if not len(rows):
-        axes.set_axis_off()
-        return
     names = []
     for place, group in enumerate(_groups(rows, ("transport", "fault"))):
         moved = 1e3 * group["moved_s"]

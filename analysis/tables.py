@@ -313,9 +313,11 @@ def summary(run: Run) -> list[tuple[str, str]]:
         ("Trajectories trained on", f"{len(trained_on(run)):,}"),
     ]
     if len(trained):
-        pairs.append(("Reward", f"{number(first)} to {number(last)}"))
+        pairs.append(
+            ("Reward", f"{number(first)} to {number(last)} (means of the first and the last fifth of the steps)")
+        )
     if len(accuracies):
-        pairs.append(("Accuracy", f"{number(accuracies[0])} to {number(accuracies[-1])}"))
+        pairs.append(("Accuracy", f"{number(accuracies[0])} to {number(accuracies[-1])} (first and last evaluation)"))
     pairs += [("Commit", _program(run)), ("Manager's host", run.metadata.get("host", ABSENT))]
     return pairs
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 
 from laminar_hpc import __version__
-from laminar_hpc.config.load import load_config
+from laminar_hpc.config.load import key_lines, load_config
 from laminar_hpc.errors import ConfigError, LaminarError
 
 EXIT_BAD_INPUT = 2
@@ -18,7 +17,11 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand; bad input is one line on stderr and exit code 2."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        parser.print_help()
+        return 0
     try:
         code: int = options.run(options)
         return code
@@ -42,13 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="laminar", description="Asynchronous RL post-training as one Slurm/MPI job.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    run = commands.add_parser("run", help="train: start the job on this machine and follow it to its end")
+    run = commands.add_parser(
+        "run",
+        help="train: start the job on this machine and follow it to its end",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="keys and their defaults:\n" + "\n".join(f"  {line}" for line in key_lines()),
+    )
     run.add_argument("config", help="a TOML file; jobs/configs/ has examples")
     _add_set(run)
     run.add_argument(
-        "--dry-run", action="store_true", help="print the number of ranks and the mpiexec line, start nothing"
+        "--dry-run", action="store_true", help="print the number of ranks, the srun and the mpiexec line, start nothing"
     )
     run.set_defaults(run=_run)
 
@@ -104,21 +112,17 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from laminar_hpc.launch.local import run
-    from laminar_hpc.launch.mpiexec import check_machine, command_line, open_mpi_settings
+    from laminar_hpc.launch.local import dry_run, run
+    from laminar_hpc.launch.mpiexec import check_machine
     from laminar_hpc.runtime.check import check_memory_here, check_run
 
     config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        words = [word for override in options.overrides for word in ("--set", override)]
+        return dry_run(config, ["--config", options.config, *words])
     check_machine(config)
     check_run(config)
     check_memory_here(config)
-    if options.dry_run:
-        words = [word for override in options.overrides for word in ("--set", override)]
-        line = command_line(config, ["--config", options.config, *words])
-        settings = [f"{name}={value}" for name, value in open_mpi_settings().items()]
-        print(f"{config.job.ranks} ranks")
-        print(shlex.join(["env", *settings, *line]))
-        return 0
     return run(config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from typing import Any
@@ -61,7 +62,9 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
+    errors = error.errors()
+    # an unknown key first: where it is a misspelt one, the right one is missing for it
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
@@ -87,6 +90,19 @@ def _section(location: list[str]) -> type[BaseModel] | None:
             return None
         section = annotation
     return section
+
+
+def key_lines(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every key with its default, a line each, as `--set` takes them."""
+    lines = []
+    for name, field in section.model_fields.items():
+        inner = _section([*prefix.split(".")[:-1], name])
+        if inner is not None:
+            lines += key_lines(inner, f"{prefix}{name}.")
+        else:
+            default = "(required)" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+            lines.append(f"{prefix}{name} = {default}")
+    return lines
 
 
 def resolve_paths(config: Config) -> Config:

@@ -157,7 +157,7 @@ class Controller:
             return self._ready(event, role, now)
         if role is None:
             if isinstance(event, RankLost):
-                return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
+                return self._lost_unready(event, now)
             raise ProtocolError(f"{_describe(event)} came from a rank that has never reported")
         if role in RELAY_TIER:
             return self._from_relay(event, role, now)
@@ -299,6 +299,8 @@ class Controller:
 
     def _rollout_ready(self, event: RolloutReady, now: float) -> list[Command]:
         state, known = self._state, self._state.fleet.rollouts.get(event.rank)
+        if state.fleet.gave_up(event.rank):
+            return []
         commands = self._lost_rollout(known, now) if known is not None and known.alive else []
         rollout = state.fleet.add_rollout(event)
         commands += state.distribution.rollout_ready(event)
@@ -313,6 +315,13 @@ class Controller:
 
     def _lost_rollout(self, rollout: Rollout, now: float) -> list[Command]:
         return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, now)]
+
+    def _lost_unready(self, event: RankLost, now: float) -> list[Command]:
+        if event.role != Role.ROLLOUT.value:
+            return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
+        self._state.fleet.give_up(event.rank)
+        self._state.work_has_appeared = True  # for rollouts that have waited for this one
+        return []
 
     # --- versions ---------------------------------------------------------------------------------------------------
 

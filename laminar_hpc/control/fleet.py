@@ -4,6 +4,7 @@ A rollout:
 
     EMPTY (no weights) -> LOADING -> HOLDING version v, idle or with trajectories -> (idle only) LOADING -> ...
     any -> LOST -> EMPTY in a higher incarnation
+    (lost before it has reported) -> given up: the job goes on without it, and what it may say later is dropped
 
 While it is LOADING its relay may be lost, and the `Pull` with it: `void_pull`, and then another one, `start_loading` again, as
 soon as its new relay has something for it. The answer to the first may be on its way all the same; whichever answer satisfies
@@ -77,6 +78,7 @@ class Fleet:
         self.alive_rollouts = 0
         self.busy_rollouts = 0
         self._holders: dict[int, dict[int, Rollout]] = {}
+        self._given_up: set[int] = set()
 
     @property
     def all_trainers(self) -> bool:
@@ -85,12 +87,12 @@ class Fleet:
 
     @property
     def all_rollouts(self) -> bool:
-        """Whether every rollout has reported at least once; it may be lost since."""
-        return len(self.rollouts) >= self._expected[Role.ROLLOUT]
+        """Whether every rollout that is not given up has reported at least once; it may be lost since."""
+        return self.missing(Role.ROLLOUT) == 0
 
     def missing(self, role: Role) -> int:
-        """How many trainers or rollouts have never reported."""
-        known = {Role.TRAINER: len(self.trainers), Role.ROLLOUT: len(self.rollouts)}
+        """How many trainers or rollouts have never reported and may still do so."""
+        known = {Role.TRAINER: len(self.trainers), Role.ROLLOUT: len(self.rollouts) + len(self._given_up)}
         return max(0, self._expected[role] - known[role])
 
     def add_trainer(self, event: TrainerReady) -> None:
@@ -121,6 +123,15 @@ class Fleet:
     def versions(self) -> list[int]:
         """The versions that rollouts hold, oldest first."""
         return sorted(self._holders)
+
+    def give_up(self, rank: int) -> None:
+        """A rollout that has never reported is lost: nobody waits for it any more."""
+        assert rank not in self.members, f"rank {rank} has reported"
+        self._given_up.add(rank)
+
+    def gave_up(self, rank: int) -> bool:
+        """Whether this rollout was lost before it has reported."""
+        return rank in self._given_up
 
     def holders(self, version: int) -> list[Rollout]:
         """The rollouts that hold this version and load no other."""

@@ -155,7 +155,7 @@ class _Starts:
         """One start to its end, however that is; how many faults it has recorded."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         what = f"{plan.part} {plan.fault}" if plan.part == "failure" else plan.part
-        print(f"start {attempt}: {what}, {plan.transport}, {plan.nbytes} bytes", flush=True)
+        print(f"job {attempt + 1}: {what}, {plan.transport}, {plan.nbytes / 1e6:g} MB", flush=True)
         program = [sys.executable, "-m", "laminar_hpc.jobs.bench_relay", "--run-dir", self._run_dir]
         program += ["--attempt", str(attempt), *plan.arguments()]
         line = _local_line(plan, program) if hosts is None else _hosts_line(plan, hosts, program)
@@ -170,7 +170,7 @@ class _Starts:
                 hosts.clear()
         if not over:
             self.failed += 1
-            print(f"start {attempt} did not come to its end; see {RunPaths(self._run_dir).logs}", flush=True)
+            print(f"job {attempt + 1} did not come to its end; see {RunPaths(self._run_dir).logs}", flush=True)
         try:
             return len(read_file(RunPaths(self._run_dir).record(attempt, 0, BENCH)).tables["bench_failures"])
         except RecordError:

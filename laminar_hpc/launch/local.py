@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import signal
 import socket
 import time
@@ -14,11 +15,11 @@ from rich.console import Console
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, RecordError
-from laminar_hpc.launch.mpiexec import Launch, command_line, environment
+from laminar_hpc.launch.mpiexec import Launch, check_machine, command_line, environment, open_mpi_settings, srun_line
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.status import MOST_LAG, Status, read_status, was_killed, write_status
-from laminar_hpc.runtime.check import resumed
-from laminar_hpc.runtime.paths import RunPaths, create_run_dir
+from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
+from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir, create_run_dir
 
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75
@@ -106,6 +107,28 @@ def _attempt(config: Config, arguments: list[str], interrupts: _Interrupts, cons
     finally:
         job.end(signal.SIGKILL)  # it has ended, or this program cannot go on; without mpiexec the ranks end themselves
     return _last_status(config, job.poll(), interrupts.received)
+
+
+def dry_run(config: Config, arguments: list[str]) -> int:
+    """Print how many ranks the job has and what starts it, under Slurm and here. `arguments` are those of jobs/train.py.
+
+    ConfigError for what would be wrong anywhere; what is in the way on this machine alone, or may be gone until the job
+    starts, is a note.
+    """
+    print(f"{config.job.ranks} ranks")
+    print(shlex.join(srun_line(config, arguments)))
+    check_parts(config)
+    try:
+        line = command_line(config, arguments)
+        print(shlex.join(["env", *(f"{name}={value}" for name, value in open_mpi_settings().items()), *line]))
+    except ConfigError as error:
+        print(f"note: {error}")
+    for check in (check_machine, check_memory_here, lambda config: check_new_run_dir(config.run_dir)):
+        try:
+            check(config)
+        except ConfigError as error:
+            print(f"note: {error}")
+    return 0
 
 
 class _Interrupts:
@@ -201,7 +224,6 @@ def _last_status(config: Config, exit_code: int | None, interrupted: signal.Sign
     status = status or Status.blank()
     status.state = "failed" if interrupted is None else "interrupted"
     status.reason = reason
-    status.rollouts_busy = 0
     status.updated_s = status.ended_s = time.time()
     with contextlib.suppress(RecordError):  # a full disk: what is printed is all that is left
         write_status(config.run_dir, status)

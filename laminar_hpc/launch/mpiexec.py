@@ -47,7 +47,7 @@ def command_line(config: Config, arguments: list[str]) -> list[str]:
 
     `arguments` are those of jobs/train.py.
     """
-    program = [sys.executable, "-m", "laminar_hpc.jobs.train", *arguments]
+    program = _program(arguments)
     line = [find_mpiexec(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe"]
     contexts = ranks_by_node(config)
     for index, (node, ranks) in enumerate(contexts):
@@ -58,6 +58,23 @@ def command_line(config: Config, arguments: list[str]) -> list[str]:
             line += ["-x", f"{NODE_VARIABLE}={node}"]
         line += program
     return line
+
+
+def srun_line(config: Config, arguments: list[str]) -> list[str]:
+    """The command that starts the job in a Slurm allocation; `arguments` are those of jobs/train.py."""
+    return [
+        "srun",
+        "--mpi=pmix",
+        "--kill-on-bad-exit=1",
+        "--distribution=block",
+        "-n",
+        str(config.job.ranks),
+        *_program(arguments),
+    ]
+
+
+def _program(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "laminar_hpc.jobs.train", *arguments]
 
 
 def check_machine(config: Config) -> None:

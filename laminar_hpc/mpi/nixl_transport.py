@@ -15,7 +15,7 @@ receiver needs to reach the other agent, a few hundred bytes, so that there is n
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -343,6 +343,18 @@ class _Receive(_NixlTransfer):
             self.lose()
 
 
+NOT_INSTALLED = (
+    "weights.transport: NIXL is not installed: pip install --no-deps nixl-cu12 (host memory needs neither CUDA nor PyTorch), "
+    'or set weights.transport = "mpi"'
+)
+
+
+def check_nixl() -> None:
+    """ConfigError where no build of NIXL is installed. Imports nothing of it."""
+    if not any(importlib.util.find_spec(name) for name in _BUILDS):
+        raise ConfigError(NOT_INSTALLED)
+
+
 def load_nixl() -> tuple[Any, tuple[type[Exception], ...]]:
     """NIXL's Python interface, and the errors that it raises where another agent cannot be reached.
 
@@ -362,7 +374,4 @@ def load_nixl() -> tuple[Any, tuple[type[Exception], ...]]:
             bindings.nixlNotFoundError,
             bindings.nixlRemoteDisconnectError,
         )
-    raise ConfigError(
-        "weights.transport: NIXL is not installed: pip install --no-deps nixl-cu12 (host memory needs neither CUDA nor "
-        'PyTorch), or set weights.transport = "mpi"'
-    )
+    raise ConfigError(NOT_INSTALLED)

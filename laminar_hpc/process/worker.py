@@ -113,6 +113,7 @@ class Worker:
 
 def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
     os.setpgid(0, 0)  # so that all it starts can be ended with it
+    _take_name(f"laminar {multiprocessing.current_process().name}")
     _redirect_output(log_path)
     faulthandler.enable()
     for number in (
@@ -134,6 +135,12 @@ def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
             channel.close()
         _leave(1)
     _leave(0)
+
+
+def _take_name(name: str) -> None:
+    """For ps and top, which would show all workers as forkservers; Linux keeps the first 15 bytes."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "wb") as file:
+        file.write(name.encode()[:15])
 
 
 def _redirect_output(log_path: str) -> None:

@@ -185,9 +185,13 @@ class StateWritten(RankEvent, frozen=True):
 
 
 class RankLost(RankEvent, frozen=True):
-    """The worker or the rank is gone; all it held is lost, what it streamed is in the store."""
+    """The worker or the rank is gone; all it held is lost, what it streamed is in the store.
+
+    `role` is the rank's, where it is gone itself and not its worker alone.
+    """
 
     reason: str
+    role: str = ""
 
 
 class Resumed(Event, frozen=True):

@@ -118,7 +118,7 @@ class Run:
         """All rows of a table, file after file (by attempt, then rank), with the columns `rank` and `attempt`.
 
         These are the file's, unless the table has its own column of that name. Enumerations are codes
-        (schema.TABLES[name].code), text is bytes. RecordError for a table that the schema does not have.
+        (`values` has their names), text is bytes. RecordError for a table that the schema does not have.
         """
         if name not in schema.TABLES:
             raise RecordError(f"{self.run_dir}: unknown table {name!r}; tables are {', '.join(schema.TABLES)}")
@@ -128,6 +128,19 @@ class Run:
         if not parts:
             return np.empty(0, dtype=[*table.dtype.descr, *added])
         return np.concatenate(parts)
+
+    def values(self, name: str, column: str) -> list[Any]:
+        """A column of a table for people: enumerations as their names, text as str, what is missing as None."""
+        rows = self.table(name)
+        known = {one.name: one for one in schema.TABLES[name].columns}
+        if column not in (rows.dtype.names or ()):
+            raise RecordError(f"{self.run_dir}: {name} has no column {column!r}; columns are {', '.join(known)}")
+        cells: list[Any] = rows[column].tolist()
+        if column not in known:
+            return cells
+        if known[column].names:
+            return [known[column].names[code] for code in cells]
+        return [_plain(cell, known[column]) for cell in cells]
 
     def events(self, attempt: int | None = None) -> Iterator[Logged]:
         """The recorded events of an attempt (None: the last), in order; times as the controller got them."""
@@ -249,6 +262,17 @@ def read_file(path: str) -> RecordFile:
 def _open(path: str) -> h5py.File:
     """Open for reading; with `swmr=True` also while it is written, and after its writer was killed."""
     return h5py.File(path, "r", swmr=True, locking="best-effort")
+
+
+def _plain(cell: Any, column: schema.Column) -> Any:
+    if isinstance(cell, bytes):
+        return cell.decode(errors="replace")
+    if not column.nullable:
+        return cell
+    if isinstance(cell, float):
+        return None if math.isnan(cell) else cell
+    absent = 0 if column.dtype.startswith("<u") else schema.MISSING
+    return None if cell == absent else cell
 
 
 def _metadata(handle: h5py.File) -> dict[str, str]:

@@ -28,9 +28,9 @@ class Status(msgspec.Struct, kw_only=True):
     """What the status file says. Moments are Unix times in seconds; None is what is not known yet.
 
     `reward` and `staleness` are means of the last step, the latter in versions at consumption. The two rates, in tokens/s,
-    are those of the last moments. `rollouts_busy` is how many rollouts, of `rollouts`, had
-    something to generate, as a mean over them. `lag` is by which share of its schedule emulated work was late, None where
-    nothing is emulated.
+    are those of the last moments: ten seconds of generation, one step of training. `rollouts_busy` is how many rollouts, of
+    `rollouts`, had something to generate, as a mean over ten seconds; both stay what they were when the run has ended. `lag` is
+    by which share of its schedule emulated work was late, None where nothing is emulated.
     """
 
     state: str

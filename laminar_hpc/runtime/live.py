@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
+import msgspec
+
 from laminar_hpc.control.controller import Controller
 from laminar_hpc.errors import RecordError
 from laminar_hpc.protocol.commands import EndJob, ReportEvaluation, ReportStep
@@ -12,12 +14,60 @@ from laminar_hpc.protocol.events import AnyEvent, RankLost, Streamed
 from laminar_hpc.protocol.peer import Pace
 from laminar_hpc.record.status import Status, write_status
 from laminar_hpc.runtime.rank import Rank, say
+from laminar_hpc.runtime.starting import Starting, counted
 
 RATE_WINDOW_S = 10.0
-"""Generation speed is a mean over this long."""
+"""Generation speed and busy rollouts are means over this long."""
 
 REFRESH_S = 1.0
 """How often the status file is written."""
+
+
+class _Level(msgspec.Struct):
+    """What the value was from `since_s` on, and the integral of all before."""
+
+    since_s: float
+    value: int
+    integral: float
+
+
+class RecentMean:
+    """The mean of a whole number over the last `window_s`, or since it was first not 0 where that is less long ago."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._levels: deque[_Level] = deque()
+
+    def note(self, value: int, now: float) -> None:
+        """The number is `value` from `now` (seconds) on, which is never less than at the call before."""
+        if not self._levels:
+            if value:
+                self._levels.append(_Level(now, value, 0.0))
+            return
+        last = self._levels[-1]
+        if value != last.value:
+            self._levels.append(_Level(now, value, last.integral + last.value * (now - last.since_s)))
+            self._forget(now)
+
+    def at(self, now: float) -> float:
+        """The mean at `now`."""
+        if not self._levels:
+            return 0.0
+        self._forget(now)
+        first, last = self._levels[0], self._levels[-1]
+        begun_s = max(first.since_s, now - self._window_s)
+        before = first.integral + first.value * (begun_s - first.since_s)
+        whole = last.integral + last.value * (now - last.since_s)
+        return (whole - before) / (now - begun_s) if now > begun_s else float(last.value)
+
+    def _forget(self, now: float) -> None:
+        while len(self._levels) > 1 and self._levels[1].since_s <= now - self._window_s:
+            self._levels.popleft()
+
+
+def loss_line(event: RankLost) -> str:
+    """What is lost, in one line: a rank, which the reason names, or a rank's worker alone."""
+    return event.reason if event.role else f"rank {event.rank} lost its worker: {event.reason}"
 
 
 class Live:
@@ -32,10 +82,12 @@ class Live:
         self._last_step_s = 0.0
         self._evaluated = 0
         self._first_tokens_s: float | None = None
-        self._busy_s = self._watched_s = self._counted_s = 0.0
+        self._busy = RecentMean(RATE_WINDOW_S)
         self._paces: dict[int, Pace] = {}
         self._status = Status.blank()
-        self._status.reason = "starting engines and trainers"
+        job = rank.config.job
+        self._starting = Starting(job.trainers, job.relays, job.rollouts)
+        self._status.reason = self._starting.phrase()
         self._status.attempt = rank.attempt
         self._status.steps = rank.config.control.steps
         self._status.rollouts = rank.config.job.rollouts
@@ -45,14 +97,18 @@ class Live:
         config = self._rank.config
         job = config.job
         say(
-            f"{job.ranks} ranks: 1 manager, {job.trainers} trainer, {job.relays} relay, {job.rollouts} rollout; "
+            f"{job.ranks} ranks: 1 manager, {counted(job.trainers, 'trainer')}, {counted(job.relays, 'relay')}, "
+            f"{counted(job.rollouts, 'rollout')}; "
             f"mode {config.control.mode}, engines {config.trainer.engine} and {config.rollout.engine}; "
             f"{self._rank.world.library.split(',')[0]}",
         )
         self.refresh(now)
 
     def hear(self, event: AnyEvent, now: float) -> None:
-        """Count what was generated, and what was lost."""
+        """Count what was generated, what was lost, and who is busy now."""
+        self._busy.note(self._controller.rollouts_busy, now)
+        if (line := self._starting.hear(event)) is not None:
+            say(line)
         match event:
             case Streamed():
                 new = 0
@@ -63,7 +119,7 @@ class Live:
                     self._streamed[progress.trajectory] = progress.tokens
                 self._generated.append((now, new))
             case RankLost():
-                say(f"rank {event.rank} lost its worker: {event.reason}")
+                say(loss_line(event))
             case _:
                 pass
 
@@ -98,15 +154,12 @@ class Live:
         say(status.line())
 
     def refresh(self, now: float) -> None:
-        """To be called often: watches who is busy, and brings the status file up to date now and then."""
-        self._busy_s += self._controller.rollouts_busy * (now - self._watched_s)
-        self._watched_s = now
+        """To be called often: brings the status file up to date now and then."""
         if now < self._next_refresh:
             return
         self._next_refresh = now + REFRESH_S
         self._measure(now)
-        if self._controller.started:
-            self._status.reason = "training"
+        self._status.reason = "training" if self._controller.started else self._starting.phrase()
         self._write()
 
     def forget(self, trajectory: int) -> None:
@@ -117,7 +170,6 @@ class Live:
         """The last status: how it ended."""
         status = self._status
         status.state, status.reason = ending.outcome, ending.reason
-        status.rollouts_busy = 0
         status.updated_s = status.ended_s = time.time()
         self._write()
 
@@ -134,7 +186,5 @@ class Live:
         tokens = sum(count for _, count in self._generated)
         span_s = min(RATE_WINDOW_S, now - self._first_tokens_s) if self._first_tokens_s is not None else 0.0
         self._status.generation_tokens_per_s = tokens / max(span_s, REFRESH_S)
-        if self._watched_s > self._counted_s:
-            self._status.rollouts_busy = self._busy_s / (self._watched_s - self._counted_s)
-            self._busy_s, self._counted_s = 0.0, self._watched_s
+        self._status.rollouts_busy = self._busy.at(now)
         self._status.updated_s = time.time()

@@ -382,7 +382,8 @@ class ManagerLoop:
                 self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
 
     def _lose(self, rank: int, reason: str, now: float) -> None:
-        self._decide(RankLost(rank, self._controller.incarnation_of(rank), f"{self._name(rank)}: {reason}"), now)
+        role, incarnation = self._rank.placements[rank].role.value, self._controller.incarnation_of(rank)
+        self._decide(RankLost(rank, incarnation, f"{self._name(rank)}: {reason}", role), now)
 
     def _name(self, rank: int) -> str:
         placement = self._rank.placements[rank]

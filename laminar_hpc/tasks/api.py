@@ -19,6 +19,13 @@ def unquoted(text: str) -> str:
 class TextTokens(Protocol):
     """Text to tokens and back."""
 
+    @property
+    def may_not_know(self) -> bool:
+        """Whether there may be text that becomes the token for what is unknown."""
+
+    def unknown_in(self, text: str) -> str | None:
+        """The first piece of `text`, which may have marks of `quote`, that has no token of its own; None where all have."""
+
     def quote(self, text: str) -> str:
         """`text` with marks around what looks like a control token, so that `encode` takes it as the text that it is."""
 

@@ -16,3 +16,14 @@ def encode_prompt(tokenizer: TextTokens, task: Task, purpose: Purpose, index: in
             f"{purpose.value} prompt {index} has {len(tokens)} tokens; rollout.max_prompt_tokens allows 1 to {max_tokens}"
         )
     return tokens
+
+
+def check_characters(tokenizer: TextTokens, task: Task, purpose: Purpose, index: int) -> None:
+    """ConfigError where a prompt has text that the model cannot see; it names the prompt and the first such piece."""
+    text = task.text(purpose, index, tokenizer.quote)
+    piece = tokenizer.unknown_in(text)
+    if piece is not None:
+        around = text[max(0, text.index(piece) - 20) :][:40]
+        raise ConfigError(
+            f"{purpose.value} prompt {index} (at {around!r}) has {piece!r}, for which the tokenizer in model.path has no token"
+        )

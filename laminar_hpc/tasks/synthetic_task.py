@@ -22,6 +22,12 @@ SURROGATES = range(0xD800, 0xE000)
 class CharacterTokens:
     """A tokenizer for which a character is a token, and its code point the id; it has no control tokens."""
 
+    may_not_know = False
+
+    def unknown_in(self, text: str) -> str | None:
+        """Nothing is unknown."""
+        return None
+
     def quote(self, text: str) -> str:
         """The text as it is."""
         return text

@@ -42,6 +42,9 @@ class Tokenizer:
             raise ConfigError(f"model.path: {path}: not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # None where every character has a token; the library's types know only the models' common class
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
         added = [token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content]
         unflagged = [token.content for token in added if not token.special and _IN_BARS.fullmatch(token.content)]
         self._tokenizer.add_special_tokens(unflagged)
@@ -69,6 +72,22 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = False
         whole = tokenizers.Encoding.merge(encoded, growing_offsets=True)
         return list(self._tokenizer.post_process(whole, add_special_tokens=add_special_tokens).ids)
+
+    @property
+    def may_not_know(self) -> bool:
+        """Whether there may be text that becomes the token for what is unknown."""
+        return self._unknown is not None
+
+    def unknown_in(self, text: str) -> str | None:
+        """The first piece of `text`, which may have marks of `quote`, that has no token of its own; None where all have."""
+        if self._unknown is None:
+            return None
+        for part in _QUOTED.split(text)[::2]:  # between them are names of control tokens
+            encoding = self._tokenizer.encode(part, add_special_tokens=False)
+            for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if token == self._unknown:
+                    return part[begin:end]
+        return None
 
     def decode(self, tokens: list[int]) -> str:
         """The text of these tokens, control tokens left out."""

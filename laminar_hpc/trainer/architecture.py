@@ -5,6 +5,7 @@ Neither torch nor Megatron is imported here, so that a launcher can look before 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,18 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     rope_factor: float = 1.0
     """All positions are divided by it."""
     llama3: Llama3Scaling | None = None
+
+
+def check_megatron_is_there() -> None:
+    """ConfigError where megatron-core is not installed. Imports nothing of it."""
+    try:
+        found = importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # there is no `megatron` to look in
+        found = False
+    if not found:
+        raise ConfigError(
+            "trainer.engine: megatron-core is not installed; from the checkout: pip install '.[megatron]'"
+        )
 
 
 def check_megatron(config: Config) -> None:

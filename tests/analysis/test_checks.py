@@ -217,6 +217,16 @@ def test_what_is_open_when_a_record_ends_in_mid_run_is_listed_and_no_fault(
     assert check.details == [f"group {group} (attempt 0) is open" for group in (38, 39, 40)]
 
 
+def test_what_is_open_while_the_run_goes_on_is_counted_and_not_listed(tmp_path: Path, make_ledger: MakeLedger) -> None:
+    ledger = make_ledger(10)
+    ledger.closed, ledger.state = False, "running"
+    del ledger.table("groups")[-3:]
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))[PROMPTS]
+    assert check.result is Result.HOLDS
+    assert check.figure.endswith("38 consumed, 0 returned, 0 discarded, 3 open now")
+    assert check.details == []
+
+
 def test_a_pull_whose_publication_was_not_flushed_yet_is_no_fault(tmp_path: Path, make_ledger: MakeLedger) -> None:
     ledger = make_ledger(3)
     ledger.closed = False

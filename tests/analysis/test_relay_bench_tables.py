@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.analysis.relay_bench import broadcasts, print_bench, write_bench_figure
+from laminar_hpc.analysis.relay_bench import bench_figure, broadcasts, print_bench, write_bench_figure
 from laminar_hpc.record.reader import Run, open_run
 from laminar_hpc.record.schema import BENCH, file_name
 from laminar_hpc.record.writer import RecordWriter
@@ -81,6 +81,33 @@ def test_the_tables_say_what_the_rows_say(run: Run, capsys: pytest.CaptureFixtur
     assert ["1", "1e-05", "mpi", "2", "400.0", "200.0", "2.000"] in cells
     assert ["2", "1e-05", "1", "250", "200", "0.800"] in cells
     assert ["pair", "mpi", "2", "1", "1", "20", "50", "50", "400"] in cells
+
+
+def test_the_figure_has_a_panel_for_what_there_is_and_ticks_at_whole_relays(run: Run, tmp_path: Path) -> None:
+    left, right = bench_figure(run).axes
+    assert [text.get_text() for text in left.get_xticklabels()] == ["4"]
+    assert left.yaxis.get_major_formatter()(0.5) == "0.5"
+    assert right.get_title() == "From noticing a fault to the next chunk"
+    folder = tmp_path / "only" / "records"
+    folder.mkdir(parents=True)
+    with RecordWriter(str(folder / file_name(BENCH, 0, 0)), BENCH, 0, 0, {}, flush_s=1.0) as record:
+        for relays in (3, 8):
+            record.add(
+                "bench_broadcasts",
+                way="relays",
+                transport="mpi",
+                relays=relays,
+                nbytes=1_000_000,
+                chunks=10,
+                repetition=0,
+                seconds=0.5,
+                publish_s=None,
+                formula_s=0.4,
+            )
+    figure = bench_figure(open_run(str(tmp_path / "only")))
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["3", "8"]
+    assert figure.get_size_inches()[0] == 5.0
 
 
 def test_the_figure_is_a_picture(run: Run) -> None:

@@ -79,6 +79,7 @@ class RolloutRank(msgspec.Struct, eq=False):
     concurrency: int
     incarnation: int = 0
     ready: bool = False
+    gone: bool = False
     version: int = -1
     wanted: int | None = None
     lent: int | None = None
@@ -197,6 +198,8 @@ class FakeCluster:
             moves.append(self._write)
         moves += self.relays.moves()
         for rollout in self.rollouts:
+            if rollout.gone:
+                continue
             if not rollout.ready:
                 moves.append(lambda rollout=rollout: self.come(rollout))
             elif rollout.lent is not None or (rollout.wanted is not None and self._can_lend(rollout, rollout.wanted)):
@@ -312,6 +315,17 @@ class FakeCluster:
         task.at_tool = not task.at_tool
         kind = WentToTool if task.at_tool else CameFromTool
         return kind(rollout.rank, rollout.incarnation, task.spec.id)
+
+    def unheard(self) -> list[RolloutRank]:
+        """Rollouts that have never reported, if there is at least one other that is not gone."""
+        there = [rollout for rollout in self.rollouts if not rollout.gone]
+        return [one for one in there if not one.ready and one.incarnation == 0] if len(there) > 1 else []
+
+    def vanish(self, rollout: RolloutRank) -> RankLost:
+        """A rollout's process ends before it has reported; a report may still be on its way."""
+        self.ghosts.append(self.come(rollout))
+        rollout.ready, rollout.gone = False, True
+        return RankLost(rollout.rank, 0, "its process is gone", "rollout")
 
     def crash(self, rollout: RolloutRank) -> RankLost:
         """A rollout is lost; what it was about to say may still arrive."""

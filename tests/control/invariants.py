@@ -104,6 +104,7 @@ class InvariantChecker:
         self.settings = settings
         self._first_step = step
         self.rollouts: dict[int, SeenRollout] = {}
+        self.given_up: set[int] = set()
         self.announced: dict[int, int] = {}
         self.complete: list[int] = []
         self.publishers: dict[int, set[int]] = {}
@@ -162,11 +163,19 @@ class InvariantChecker:
             see = getattr(self, f"_see_{type(command).__name__}", None)
             if see is not None:
                 see(command)
+        self._note_cohort()
         assert self._consecutive(self.trajectories), "trajectory ids are consecutive"
         assert self._consecutive(self.groups), "group numbers are consecutive"
         if self.ended is None and not self.stopping:
             self._check_nobody_is_left_waiting()
         self._check_admission()
+
+    def _note_cohort(self) -> None:
+        """All rollouts hold one version now: from now on a cohort may be generated under it, whoever is lost."""
+        versions = {seen.version for seen in self.rollouts.values() if seen.alive and seen.pulling is None}
+        complete = len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
+        if self.sync and complete and len(versions) == 1 and None not in versions:
+            self.cohort_versions |= versions
 
     def _consecutive(self, ids: Iterable[int]) -> bool:
         first = self.settings.first_hand_out
@@ -181,7 +190,7 @@ class InvariantChecker:
         match event:
             case TrainerReady():
                 self.trainers.setdefault(event.rank, event.trainer)
-            case RolloutReady():
+            case RolloutReady() if event.rank not in self.given_up:
                 seen = self.rollouts.get(event.rank)
                 if seen is None or event.incarnation > seen.incarnation:
                     self._void_moves_of(event.rank)
@@ -191,6 +200,8 @@ class InvariantChecker:
                 if seen := self._current(event):
                     seen.alive, seen.owned = False, set()
                     self._void_moves_of(event.rank)
+                elif event.role == "rollout" and event.rank not in self.rollouts:
+                    self.given_up.add(event.rank)
             case Loaded():
                 seen = self._current(event)
                 if seen and seen.pulling is not None and (seen.version is None or event.version > seen.version):
@@ -275,7 +286,7 @@ class InvariantChecker:
         elif command.version not in self.cohort_versions:
             versions = {other.version for other in self.rollouts.values() if other.alive}
             assert versions == {command.version}, f"work under {command.version} while rollouts hold {versions}"
-            assert len(self.rollouts) >= self.settings.rollouts
+            assert len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
             self.cohort_versions.add(command.version)
 
     def _see_hand_out(self, spec: TrajectorySpec, version: int) -> None:
@@ -532,7 +543,12 @@ class InvariantChecker:
                 continue
             if self.sync:
                 together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)
-                room = room and together and self._cohort_is_open() and len(self.rollouts) >= self.settings.rollouts
+                room = (
+                    room
+                    and together
+                    and self._cohort_is_open()
+                    and len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
+                )
             assert not room, f"rollout {rank} idles though prompts may be handed out"
 
     def _cohort_is_open(self) -> bool:

@@ -134,9 +134,37 @@ def test_the_job_fails_with_its_last_relay_and_says_what_is_saved():
     )
 
 
-def test_a_rank_that_is_lost_before_it_has_reported_ends_the_job():
-    (end,) = ScriptedJob().tell(RankLost(5, 0, "no memory"))
+@pytest.mark.parametrize("role", ["trainer", "relay", "spare"])
+def test_a_rank_that_is_lost_before_it_has_reported_ends_the_job(role):
+    (end,) = ScriptedJob().tell(RankLost(5, 0, "no memory", role))
     assert end == EndJob("rank 5 was lost before it was ready: no memory", "failed")
+
+
+@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@pytest.mark.parametrize("early", [True, False])
+def test_the_job_goes_on_without_a_rollout_that_is_lost_before_it_has_reported(mode, early):
+    """The other one gets the first step's two groups of two, at once or, in mode sync, when nobody is waited for."""
+    job = ScriptedJob(mode=mode, steps=1)
+    lost = RankLost(B, 0, "rank 4 (rollout 1 on x): its process is gone", "rollout")
+    if early:
+        assert job.tell(lost) == []
+    job.tell(TrainerReady(TRAINER, 0, 0))
+    job.tell(RelayReady(RELAY, 0, "x"))
+    job.ready(A)
+    job.spread(0)
+    work = job.loaded(A, 0)
+    if not early:
+        assert not job.controller.started
+        assert len(work) == (1 if mode == "laminar" else 0)
+        work += job.tell(lost)
+    assert job.controller.started
+    assert job.tell(RolloutReady(B, 0, "x", RELAY, 4)) == []  # was on its way when its sender died
+    (generate,) = work
+    assert (generate.rank, len(generate.trajectories)) == (A, 4)
+    job.finish_all(A, generate)
+    job.train_and_spread(1)
+    assert job.controller.outcome == "finished"
+    assert job.tell(lost) == []
 
 
 def test_a_trainer_that_was_started_again_ends_the_job():

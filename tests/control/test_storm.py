@@ -109,7 +109,7 @@ class Storm:
         if busy and random.random() < self._streaming:
             return cluster.stream(random.choice(busy))
         if random.random() >= self._calm:
-            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "relay", "relay"])
+            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "vanish", "relay", "relay"])
             repeatable = [event for _, event in cluster.events if isinstance(event, RankEvent)]
             if kind == "repeat" and repeatable:
                 return random.choice(repeatable)
@@ -125,6 +125,8 @@ class Storm:
                 return cluster.use_tool(rollout, random.choice(list(rollout.tasks.values())))
             if kind == "crash" and rollouts:
                 return cluster.crash(random.choice(rollouts))
+            if kind == "vanish" and (unheard := cluster.unheard()):
+                return cluster.vanish(random.choice(unheard))
             if kind == "restart" and rollouts:
                 rollout = random.choice(rollouts)
                 cluster.crash(rollout)

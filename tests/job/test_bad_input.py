@@ -126,11 +126,32 @@ def test_a_model_directory_that_is_full(laminar: Laminar) -> None:
 def test_a_dry_run_starts_nothing(laminar: Laminar) -> None:
     done = laminar("run", laminar.config(), "--dry-run", deadline_s=DOOR_S)
     assert done.returncode == 0, done.stderr
-    ranks, line = done.stdout.splitlines()
+    ranks, srun, line = done.stdout.splitlines()
     assert ranks == "5 ranks"
+    assert srun.startswith("srun ")
+    assert " -n 5 " in srun
     assert "mpiexec" in line
     assert "-n 5" in line
     assert not Path(laminar.run_dir).exists()
+
+
+def test_a_dry_run_counts_the_ranks_of_a_job_for_other_machines(laminar: Laminar) -> None:
+    laminar.run_dir.mkdir()
+    done = laminar("run", laminar.config(job={"rollouts": 100_000}), "--dry-run", deadline_s=DOOR_S)
+    assert done.returncode == 0, done.stderr
+    ranks, srun, line, *notes = done.stdout.splitlines()
+    assert ranks == "100003 ranks"
+    assert " -n 100003 " in srun
+    assert " -n 100003 " in line
+    assert [note.split(":")[0] for note in notes] == ["note"] * len(notes)
+    assert "on one machine" in notes[0]
+    assert "exists already" in notes[-1]
+
+
+def test_a_dry_run_refuses_what_is_wrong_anywhere(laminar: Laminar) -> None:
+    done = laminar("run", laminar.config(model={"path": "no-model"}), "--dry-run", deadline_s=DOOR_S)
+    assert done.returncode == 2
+    assert "no-model" in done.stderr
 
 
 @pytest.mark.parametrize(

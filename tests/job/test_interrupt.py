@@ -16,7 +16,8 @@ from laminar_hpc.record.status import Status, read_status
 
 pytestmark = pytest.mark.job
 
-GONE_S = 10.0
+GONE_S = 30.0
+"""Three times what it may take on a machine with nothing else to do."""
 
 
 def training(laminar: Laminar, **sections: dict[str, object]) -> subprocess.Popen[str]:

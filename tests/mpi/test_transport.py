@@ -39,7 +39,8 @@ def test_a_rank_that_is_stopped_and_goes_on(transport: str) -> None:
 def test_survivors_of_a_kill_go_on(transport: str, role: str) -> None:
     outcome = kill_once(transport, role, "self,sm", delay_s=0.01)
     assert outcome.whole == SURVIVORS, outcome.output
-    assert set(outcome.noticed_ms) == {"PeerLost", "named"}
+    assert "named" in outcome.noticed_ms
+    assert set(outcome.noticed_ms) <= {"PeerLost", "named"}  # the first only where a transfer was under way just then
 
 
 @pytest.mark.slow

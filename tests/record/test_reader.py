@@ -56,6 +56,27 @@ def test_a_tables_own_rank_is_kept(run_dir: Path) -> None:
     assert open_run(str(run_dir)).table("failures")[["rank", "attempt"]].tolist() == [(4, 0), (schema.MISSING, 0)]
 
 
+def test_values_are_for_people(run_dir: Path) -> None:
+    with writer_of(run_dir, "manager", 0) as writer:
+        writer.add("failures", time_s=1.5, rank=4, text="gône")
+        writer.add("failures", time_s=2.0, rank=None, text="")
+        for purpose in ("evaluation", "train"):
+            writer.add("hand_outs", handed_out_s=0.0, group=1, prompt=0, purpose=purpose)
+    with writer_of(run_dir, "rollout", 3) as writer:
+        for digest in (None, 2**63):
+            writer.add("pulls", version=0, time_s=1.0, wait_s=0.0, copy_s=0.0, pause_s=0.0, digest=digest)
+    run = open_run(str(run_dir))
+    assert run.values("failures", "rank") == [4, None]
+    assert run.values("failures", "text") == ["gône", ""]
+    assert run.values("failures", "time_s") == [1.5, 2.0]
+    assert run.values("failures", "attempt") == [0, 0]
+    assert run.values("hand_outs", "purpose") == ["evaluation", "train"]
+    assert run.values("pulls", "digest") == [None, 2**63]
+    assert run.values("steps", "step") == []
+    with pytest.raises(RecordError, match="failures has no column 'why'; columns are time_s, rank, text"):
+        run.values("failures", "why")
+
+
 def test_moments_are_in_the_managers_clock(run_dir: Path) -> None:
     with writer_of(run_dir, "manager", 0, zero_s=1000.0) as writer:
         writer.add("hand_outs", group=0, prompt=0, purpose="train", handed_out_s=5.0)

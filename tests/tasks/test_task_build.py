@@ -51,6 +51,28 @@ def test_a_prompt_that_is_too_long_stops_at_the_door(
         check_task(config)
 
 
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (150, r"train prompt 150 \(at 'käse'\) has 'ä', for which the tokenizer in model\.path has no token"),
+        (299, r"evaluation prompt 4 \(at 'käse'\) has 'ä'"),
+    ],
+)
+def test_a_character_that_the_model_cannot_see_stops_at_the_door(
+    make_config: MakeConfig, tmp_path: Path, odd: int, says: str
+) -> None:
+    """One row of 300, the last 5 of which are held out: a sample would miss it."""
+    prompts = [f"cheese {number}" for number in range(300)]
+    prompts[odd] = "käse"
+    with pytest.raises(ConfigError, match=says):
+        check_task(make_config(task=jsonl(tmp_path, *prompts)))
+
+
+def test_the_name_of_a_control_token_is_text_that_the_model_can_see(make_config: MakeConfig, tmp_path: Path) -> None:
+    prompts = ["what is <unk>?", *map(str, range(9))]
+    assert check_task(make_config(task=jsonl(tmp_path, *prompts))) == (5, 5)
+
+
 def test_a_penalty_longer_than_responses_stops_at_the_door(make_config: MakeConfig) -> None:
     with pytest.raises(
         ConfigError, match=r"overlong_tokens must be at most rollout\.max_response_tokens \(64\), got 65"

@@ -36,7 +36,10 @@ class Broadcasts(Director):
         if max(plan.relays) > 1:
             yield from self._ping()
             line = fit([(int(answer.numbers[0]), answer.numbers[1]) for answer in self.answers[Order.PING]])
-            say(f"bench: the pings say {line.startup_s * 1e3:.3f} ms and {1e-6 / max(line.byte_s, 1e-15):.1f} MB/s")
+            say(
+                f"bench: links, for the formula: {line.startup_s * 1e3:.3f} ms a transfer, "
+                f"{1e-6 / max(line.byte_s, 1e-15):.1f} MB/s"
+            )
         if "gloo" in plan.ways:
             for rank in (TRAINER, *self.relays):
                 self.notes.send(rank, Order.GLOO)

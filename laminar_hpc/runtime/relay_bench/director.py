@@ -326,7 +326,7 @@ class Director:
             startup_s = statistics.median(link.startup_s for link in self._links)
             byte_s = statistics.median(link.byte_s for link in self._links)
             chunk_bytes = best_chunk_bytes(len(self.relays), plan.nbytes, startup_s, byte_s)
-            say(f"bench: the relays measure {startup_s * 1e3:.3f} ms a transfer and {1e-6 / byte_s:.1f} MB/s")
+            say(f"bench: links, for the chunks' length: {startup_s * 1e3:.3f} ms a transfer, {1e-6 / byte_s:.1f} MB/s")
         manifest = plan.manifest(chunk_bytes)
         self._layout = Layout(manifest, [Shard(TRAINER, whole_tiles(manifest))])
         for rank in (TRAINER, *self.relays):

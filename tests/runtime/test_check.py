@@ -1,0 +1,44 @@
+"""What is seen at the door: packages that a chosen part needs and that are not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.load import check_config
+from laminar_hpc.config.schema import Config
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.runtime.check import check_parts
+
+
+def config(directory: Path, **sections: dict[str, object]) -> Config:
+    return check_config({"run_dir": str(directory / "run"), "model": {"path": str(directory)}, **sections}, "a test")
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """None in sys.modules is Python's own mark of a module that is not to be found."""
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+@pytest.mark.parametrize("missing", ["megatron", "megatron.core"])
+def test_a_trainer_without_its_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    hide(monkeypatch, missing)
+    with pytest.raises(ConfigError, match=r"trainer\.engine: megatron-core is not installed"):
+        check_parts(config(tmp_path, trainer={"engine": "megatron"}))
+
+
+def test_a_transport_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "nixl_cu12", "nixl_cu13", "nixl_rocm")
+    with pytest.raises(ConfigError, match=r"weights\.transport: NIXL is not installed"):
+        check_parts(config(tmp_path, weights={"transport": "nixl"}))
+
+
+def test_what_is_not_chosen_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "megatron", "nixl_cu12", "nixl_cu13", "nixl_rocm")
+    with pytest.raises(ConfigError, match=r"model\.path"):  # the empty directory, which is looked at next
+        check_parts(config(tmp_path, trainer={"engine": "torch"}, rollout={"engine": "torch"}))
