@@ -20,13 +20,13 @@ from laminar_hpc.record.reader import Run, open_run
 
 pytestmark = pytest.mark.job
 
-STEPS = 8
+STEPS = 24
 
 
-def sections(mode: str) -> dict[str, dict[str, object]]:
+def sections(mode: str, relaunches: int = 3) -> dict[str, dict[str, object]]:
     """Temperature 1, a checkpoint after each step, all tokens in the record."""
     return {
-        "job": {"rollouts": 2},
+        "job": {"rollouts": 2, "relaunches": relaunches},
         "rollout": {"temperature": 1.0},
         "batch": {"prompts": 4, "group_size": 2, "minibatches": 2},
         "control": {"mode": mode, "steps": STEPS},
@@ -51,7 +51,7 @@ def after_step(laminar: Laminar, command: subprocess.Popen[str], step: int) -> N
 def interrupted_run(laminar: Laminar, mode: str) -> Run:
     """A run that is asked to stop, resumed, killed, resumed, killed and resumed to its end."""
     before = shared_memory()
-    command = laminar.start("run", laminar.config(**sections(mode)))
+    command = laminar.start("run", laminar.config(**sections(mode, relaunches=0)))
     after_step(laminar, command, 2)
     os.kill(command.pid, signal.SIGTERM)
     output, errors = command.communicate(timeout=120)
@@ -103,6 +103,7 @@ def test_a_job_that_fails_is_started_again_from_its_checkpoint(laminar: Laminar)
         assert check.result is not Result.VIOLATED, check
 
 
+@pytest.mark.slow
 def test_a_job_that_makes_no_checkpoint_is_not_started_again(laminar: Laminar) -> None:
     command = laminar.start("run", laminar.config(**sections("laminar") | {"checkpoint": {"every": 0}}))
     after_step(laminar, command, 2)
@@ -143,6 +144,7 @@ def consumed(run: Run) -> dict[int, list[tuple]]:
     return {step: sorted(rows) for step, rows in found.items()}
 
 
+@pytest.mark.slow
 def test_in_sync_mode_it_is_the_same_to_the_last_bit(
     laminar: Laminar, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
