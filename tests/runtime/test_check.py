@@ -23,11 +23,11 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         monkeypatch.setitem(sys.modules, module, None)
 
 
-@pytest.mark.parametrize("missing", ["megatron", "megatron.core"])
+@pytest.mark.parametrize("missing", [["megatron", "megatron.core"], ["megatron.core"]])
 def test_a_trainer_without_its_package_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
-    hide(monkeypatch, missing)
+    hide(monkeypatch, *missing)
     with pytest.raises(ConfigError, match=r"trainer\.engine: megatron-core is not installed"):
         check_parts(config(tmp_path, trainer={"engine": "megatron"}))
 
