@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """What the relays' own code is told."""
         table = {
             "run_dir": run_dir,
-            "model": {"path": ""},
+            "model": {"path": "none"},  # nothing is loaded from there
             "job": {
                 "name": "bench relay",
                 "relays": max(self.relays),
