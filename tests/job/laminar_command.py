@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -60,7 +61,13 @@ class Laminar:
         """Start, and leave it to the test to end it, or to `end`."""
         line = [LAMINAR, *map(str, arguments)]
         command = subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.directory, start_new_session=True
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.directory,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         self._started.append(command)
         return command
@@ -71,6 +78,11 @@ class Laminar:
             if command.poll() is None:
                 command.kill()
                 command.wait()
+
+
+def _hear_interrupts() -> None:
+    """Tests that run in the background of a shell ignore SIGINT, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _toml(value: object) -> str:
