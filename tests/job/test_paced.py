@@ -85,8 +85,10 @@ def test_a_models_tokens_come_at_emulated_speed(laminar: Laminar) -> None:
     loaded_what_was_published(run, versions=4)
     ended = run.table("trajectories")
     assert np.all(ended["finished_s"] - ended["begun_s"] >= ended["response_tokens"] * (0.007 + 0.023) * scale)
+    paced = set(run.table("pacing")["rank"])
     rollouts = {file.rank for file in run.files if file.role == "rollout"}
-    assert set(ended["rank"]) <= set(run.table("pacing")["rank"]) <= rollouts  # one may have come up too late for any work
+    assert paced  # one rollout may have come up too late for any work
+    assert paced <= rollouts
 
 
 PUBLISHED = (110.0, 295.9, 293.9, 639.8)
