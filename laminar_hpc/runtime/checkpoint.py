@@ -25,6 +25,7 @@ import msgspec
 
 from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.process.disk import sync_directory
 from laminar_hpc.protocol.events import Committed, SnapshotWritten
 from laminar_hpc.protocol.trajectory import Block
 
@@ -141,9 +142,9 @@ class CheckpointKeeper:
         )
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         _write_file(os.path.join(directory, MANIFEST), iter([text]))
-        _sync_directory(directory)
+        sync_directory(directory)
         os.rename(directory, self._final(step))
-        _sync_directory(self._root)
+        sync_directory(self._root)
 
     def _prune(self) -> None:
         """Complete ones beyond the newest, and parts that are not completed any more: this is called with none under way."""
@@ -255,15 +256,6 @@ def _write_file(path: str, parts: Iterator[bytes]) -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
-
-
-def _sync_directory(directory: str) -> None:
-    """A name is on the disk when its directory is."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _why(error: OSError) -> str:

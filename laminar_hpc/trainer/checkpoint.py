@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
+from laminar_hpc.process.disk import sync_directory
 from laminar_hpc.protocol.peer import Manifest
 from laminar_hpc.trainer.api import TrainerState
 
@@ -95,7 +96,7 @@ def write_state(directory: str, origin: Origin, step: int, state: TrainerState) 
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
-    _sync_directory(directory)
+    sync_directory(directory)
     return nbytes
 
 
@@ -205,12 +206,3 @@ def _write(fd: int, data: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
         if start + SYNC_BYTES < len(data):
             os.fdatasync(fd)
-
-
-def _sync_directory(directory: str) -> None:
-    """A name is on the disk when its directory is."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
