@@ -52,6 +52,11 @@ class Snapshot(msgspec.Struct, kw_only=True):
         """The versions that have the checkpoint's weights."""
         return {version.id for version in self.versions if version.step == self.step}
 
+    @property
+    def buffered(self) -> set[int]:
+        """The groups in the buffer."""
+        return {candidate.group for candidate in self.buffer}
+
 
 def capture(state: JobState, step: int, uniform: int, fruitless: int) -> Snapshot:
     """The books as they are now, after `step`; it shares its parts with `state`, so encode it before anything happens."""
@@ -75,8 +80,7 @@ def capture(state: JobState, step: int, uniform: int, fruitless: int) -> Snapsho
 
 def kept_trajectories(snapshot: Snapshot) -> set[int]:
     """The trajectories whose payload the next attempt needs: those in the buffer, and those that go on."""
-    same = snapshot.same_weights
-    buffered = {candidate.group for candidate in snapshot.buffer}
+    same, buffered = snapshot.same_weights, snapshot.buffered
     return {
         id
         for group in snapshot.groups
@@ -102,7 +106,7 @@ def restore(
     state.versions.remember(snapshot.versions)
     state.evaluated_step = snapshot.evaluated_step
     _relabel(snapshot, state.settings.first_version)
-    buffered = {candidate.group for candidate in snapshot.buffer}
+    buffered = snapshot.buffered
     state.buffer.restore(snapshot.buffer)
     state.pool.restore(snapshot.trajectories)
     settlement = Settlement(state, now)

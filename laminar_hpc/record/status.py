@@ -19,6 +19,9 @@ STATES = (RUNNING, "finished", "stopped", "requeue", "failed", "stalled", "inter
 "requeue": it was asked to stop, has written a checkpoint, and is to be resumed.
 """
 
+EXIT_REQUEUE = 75
+"""The exit code of a job whose state is "requeue": EX_TEMPFAIL of sysexits.h, come back later."""
+
 
 MOST_LAG = 0.02
 """What was late by a larger share of its schedule says nothing about the hardware that was emulated."""

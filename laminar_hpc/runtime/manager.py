@@ -112,7 +112,9 @@ class ManagerLoop:
         self._proven: set[int] = set()  # relays that have held a version
         self._silent: set[int] = set()  # relays that were taken for lost, but are not known to be dead
         self._stop_by: float | None = None  # when a job that was asked to stop has to have ended
-        self._keeper: CheckpointKeeper | None = None
+        self._zero_unix_s = time.time() - rank.now()
+        keep = rank.config.checkpoint.keep
+        self._keeper = CheckpointKeeper(rank.paths.checkpoints, rank.attempt, keep, self._zero_unix_s)
         self._desk = LayoutDesk(len(self._trainers), rank.ranks_of(Role.RELAY), rank.config.weights.chunk_bytes)
 
     def start(self, now: float) -> None:
@@ -121,11 +123,8 @@ class ManagerLoop:
             self._recorded = ManagerRecord(self._rank.record, self._rank.config, self._rank.attempt)
         self._moved = now
         self._live.start(now)
-        zero_unix_s = time.time() - now
-        config = self._rank.config.checkpoint
-        self._keeper = CheckpointKeeper(self._rank.paths.checkpoints, self._rank.attempt, config.keep, zero_unix_s)
         if self._rank.resume is not None:
-            self._resume(self._rank.resume, zero_unix_s, now)
+            self._resume(self._rank.resume, now)
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message from another rank."""
@@ -169,9 +168,8 @@ class ManagerLoop:
         if self._rank.terminated is not None:
             signal_name, self._rank.terminated = self._rank.terminated, None
             self._stop(StopRequested(f"signal {signal_name}", signal_name != signal.SIGINT.name), now)
-        if self._keeper is not None:
-            for event in self._keeper.poll():
-                self._decide(event, now)
+        for event in self._keeper.poll():
+            self._decide(event, now)
         if self._stop_by is not None and now > self._stop_by:
             grace_s = self._rank.config.checkpoint.grace_s
             self._decide(JobFailed("stopped", f"no checkpoint within {grace_s:g} s (checkpoint.grace_s)"), now)
@@ -204,8 +202,7 @@ class ManagerLoop:
 
     def close(self) -> None:
         """Say in the status file how it ended, where that is not said yet: an end that nobody asked for is a failure."""
-        if self._keeper is not None:
-            self._keeper.close()
+        self._keeper.close()
         if self._ending is None:
             self._live.finish(EndJob(self._rank_problem(), "failed"))
 
@@ -237,10 +234,10 @@ class ManagerLoop:
             case Checkpoint():
                 self._save(command)
             case Commit():
-                self._require_keeper().commit(command.step)
+                self._keeper.commit(command.step)
             case Abandon():
                 say(f"no checkpoint of step {command.step}: {command.reason}", error=True)
-                self._require_keeper().abandon(command.step)
+                self._keeper.abandon(command.step)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
                     send(trainer, command)
@@ -282,10 +279,6 @@ class ManagerLoop:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _require_keeper(self) -> CheckpointKeeper:
-        assert self._keeper is not None, "made at the start"
-        return self._keeper
-
     def _stop(self, event: StopRequested, now: float) -> None:
         config = self._rank.config.checkpoint
         event = msgspec.structs.replace(event, save=event.save and config.on_stop)
@@ -294,7 +287,7 @@ class ManagerLoop:
         self._decide(event, now)
 
     def _save(self, command: Checkpoint) -> None:
-        keeper = self._require_keeper()
+        keeper = self._keeper
         books, trajectories = self._controller.snapshot()
         payload = [list(self._store.blocks(trajectory)) for trajectory in sorted(trajectories)]
         keeper.write(command.step, books, [blocks for blocks in payload if blocks])
@@ -302,7 +295,7 @@ class ManagerLoop:
             directory = keeper.directory(command.step)
             self._rank.mail.send(trainer, msgspec.structs.replace(command, directory=directory))
 
-    def _resume(self, resume: Resume, zero_unix_s: float, now: float) -> None:
+    def _resume(self, resume: Resume, now: float) -> None:
         """Take the payload over, and have the controller take its books over."""
         saved = open_checkpoint(resume.directory)
         data, books = read_books(saved)
@@ -310,7 +303,7 @@ class ManagerLoop:
             own = self._rank.settings.first_version
             self._store.restore([relabelled(block, books.same_weights, own) for block in blocks])
         say(f"attempt {self._rank.attempt} goes on from the checkpoint of step {resume.step}, {resume.directory}")
-        self._decide(Resumed(data, saved.manifest.clock_zero_unix_s - zero_unix_s), now)
+        self._decide(Resumed(data, saved.manifest.clock_zero_unix_s - self._zero_unix_s), now)
 
     # --- the layout of the weights ----------------------------------------------------------------------------------
 
