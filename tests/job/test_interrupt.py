@@ -90,14 +90,20 @@ def accounted_for(laminar: Laminar) -> None:
     assert handed_out == set(run.table("groups")["group"])
 
 
-def ended_in_order(laminar: Laminar, command: subprocess.Popen[str], pids: set[int], files: int = 5) -> None:
-    """After a signal to the command, all of it goes away in time, and says how it ended."""
+def ended(laminar: Laminar, command: subprocess.Popen[str], pids: set[int], code: int, state: str) -> Status:
+    """All of it goes away in time, with this exit code, and says so."""
     wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
     output, errors = command.communicate(timeout=GONE_S)
-    assert command.returncode == 130, output + errors
+    assert command.returncode == code, output + errors
     status = status_of(laminar)
     assert status is not None
-    assert status.state == "stopped"
+    assert status.state == state
+    return status
+
+
+def ended_in_order(laminar: Laminar, command: subprocess.Popen[str], pids: set[int], files: int = 5) -> None:
+    """After a signal to the command, all of it goes away in time, and says how it ended."""
+    ended(laminar, command, pids, 130, "stopped")
     readable_record(laminar, files)
     accounted_for(laminar)
 
@@ -108,12 +114,7 @@ def test_a_termination_ends_everything_in_order(laminar: Laminar) -> None:
     pids = descendants(command.pid)
     assert len(pids) >= 11  # mpiexec, 5 ranks and the workers of 3
     os.kill(command.pid, signal.SIGTERM)
-    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
-    output, errors = command.communicate(timeout=GONE_S)
-    assert command.returncode == 75, output + errors
-    status = status_of(laminar)
-    assert status is not None
-    assert status.state == "requeue"
+    status = ended(laminar, command, pids, 75, "requeue")
     assert status.reason == f"signal SIGTERM; the checkpoint of step {status.step} is complete"
     readable_record(laminar)
     assert shared_memory() <= before
@@ -124,12 +125,7 @@ def test_a_killed_launcher_takes_everything_with_it(laminar: Laminar) -> None:
     command = training(laminar)
     pids = descendants(command.pid)
     os.kill(mpiexec_of(command), signal.SIGKILL)
-    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
-    output, errors = command.communicate(timeout=GONE_S)
-    assert command.returncode == 1, output + errors
-    status = status_of(laminar)
-    assert status is not None
-    assert status.state == "failed"
+    ended(laminar, command, pids, 1, "failed")
     assert shared_memory() <= before
     readable_record(laminar)
     reported(laminar)
@@ -152,12 +148,7 @@ def test_a_killed_manager_ends_the_job(laminar: Laminar) -> None:
     status = status_of(laminar)
     assert status is not None
     os.kill(status.pid, signal.SIGKILL)
-    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
-    output, errors = command.communicate(timeout=GONE_S)
-    assert command.returncode == 1, output + errors
-    status = status_of(laminar)
-    assert status is not None
-    assert status.state == "failed"
+    ended(laminar, command, pids, 1, "failed")
     readable_record(laminar)
 
 
@@ -199,12 +190,7 @@ def test_a_killed_trainer_worker_ends_the_job(laminar: Laminar) -> None:
     command = training(laminar)
     pids = descendants(command.pid)
     os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
-    wait_until(lambda: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
-    output, errors = command.communicate(timeout=GONE_S)
-    assert command.returncode == 1, output + errors
-    status = status_of(laminar)
-    assert status is not None
-    assert status.state == "failed"
+    status = ended(laminar, command, pids, 1, "failed")
     assert status.reason.startswith("rank 2 (trainer): EngineError: the trainer's worker has ended; see ")
     readable_record(laminar)
     accounted_for(laminar)
