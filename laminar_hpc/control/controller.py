@@ -317,6 +317,8 @@ class Controller:
         return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, now)]
 
     def _lost_unready(self, event: RankLost, now: float) -> list[Command]:
+        if not event.role:
+            return []  # the worker alone, and its rank starts another
         if event.role != Role.ROLLOUT.value:
             return self._end("failed", f"rank {event.rank} was lost before it was ready: {event.reason}", now)
         self._state.fleet.give_up(event.rank)

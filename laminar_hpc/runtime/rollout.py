@@ -417,8 +417,7 @@ class RolloutLoop:
                 f"the engine was lost {crashes} times within {RESTART_WINDOW_S:.0f} s; the last time: {reason}; "
                 f"see {rank.log_path('engine')}"
             )
-        if self._engine_up:  # else the manager does not know of this incarnation
-            rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
+        rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
         self._incarnation += 1
         self._engine_up = False
         self._start_engine_at = now + (0.0 if crashes == 1 else min(2.0 ** (crashes - 1), LONGEST_BACK_OFF_S))

@@ -140,6 +140,20 @@ def test_a_rank_that_is_lost_before_it_has_reported_ends_the_job(role):
     assert end == EndJob("rank 5 was lost before it was ready: no memory", "failed")
 
 
+def test_an_engine_that_is_lost_before_it_has_reported_is_waited_for():
+    """Its rank starts another one, as the next incarnation; also where one is lost that was to replace another."""
+    job = ScriptedJob()
+    assert job.tell(RankLost(A, 0, "its engine's process has ended")) == []
+    job.incarnation[A] = 1
+    job.start()
+    job.lose(A)
+    assert job.tell(RankLost(A, 2, "its engine's process has ended")) == []
+    job.incarnation[A] = 3
+    job.ready(A)
+    assert only(job.loaded(A, 0), Generate)
+    assert job.controller.outcome is None
+
+
 @pytest.mark.parametrize("mode", ["laminar", "sync"])
 @pytest.mark.parametrize("early", [True, False])
 def test_the_job_goes_on_without_a_rollout_that_is_lost_before_it_has_reported(mode, early):

@@ -21,16 +21,18 @@ GONE_S = 30.0
 
 
 def training(laminar: Laminar, **sections: dict[str, object]) -> subprocess.Popen[str]:
-    """A job that would train for ever, some steps after its start."""
+    """A job that would train for ever, some steps after its start, with both rollouts at work."""
     sections.setdefault("control", {"steps": 100_000})
     command = laminar.start("run", laminar.config(**sections))
 
     def has_trained() -> bool:
         assert command.poll() is None, command.communicate()
         status = status_of(laminar)
-        return status is not None and status.step >= 3
+        if status is None or status.step < 3:
+            return False
+        return len(set(open_run(str(laminar.run_dir)).table("pulls")["rank"])) == 2
 
-    wait_until(has_trained, 200.0, "three steps")
+    wait_until(has_trained, 200.0, "three steps, and a pull of each rollout")
     return command
 
 
