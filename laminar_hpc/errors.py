@@ -31,5 +31,9 @@ class EngineError(LaminarError):
     """An engine or trainer that cannot do what it was asked; the message names the engine and the request."""
 
 
+class FinalError(EngineError):
+    """What an engine or trainer could not do would fail in the same way were it started again."""
+
+
 class RecordError(LaminarError):
     """A record file that is missing, unreadable or of another schema version; the message names the file."""

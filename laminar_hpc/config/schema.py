@@ -52,8 +52,8 @@ class Job(Section):
     spares: Count = 0
     """Ranks on each rollout node that wait to take over from its relay, should it be lost."""
     worker_restarts: Count = 3
-    """How often, within ten minutes, a rollout starts its engine again before the job ends."""
-
+    """How often, within ten minutes, a rollout starts its engine again before the job ends; and how often the trainers' workers
+    are, which needs `checkpoint.every`."""
     relaunches: Count = 3
     """How often `laminar run` starts a job again that has failed or stalled, from a checkpoint that this start of it made."""
 
@@ -194,6 +194,8 @@ class Trainer(Section):
     """Weight of the KL divergence to the model at `model.path` as it was at the start (0: no reference model is kept)."""
     micro_batch_tokens: Positive = 16_384
     """Padded tokens of one forward and backward pass; less memory, same gradients."""
+    timeout_s: Seconds = 500.0
+    """How long a worker may train on one mini-batch, the wait for other trainers included, before it counts as lost."""
 
     @model_validator(mode="before")
     @classmethod
@@ -363,7 +365,9 @@ class Checkpoint(Section):
     """What a run can be resumed from, in `run_dir`/checkpoints."""
 
     every: Count = 0
-    """A checkpoint every so many steps, and after the last one (0: none but those on being asked to stop)."""
+    """A checkpoint every so many steps, and after the last one (0: none but those on being asked to stop). With it, a trainer's
+    worker that is lost is replaced on the spot: the steps since the last checkpoint are trained again, so their batches are
+    kept in memory."""
     on_stop: bool = True
     """SIGTERM and SIGUSR1 end the step, write a checkpoint and end the job as "requeue", for `laminar resume`."""
     keep: Positive = 2

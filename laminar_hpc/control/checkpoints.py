@@ -36,6 +36,11 @@ class Checkpoints:
         """Whether one is being made."""
         return self._writing is not None
 
+    @property
+    def committing(self) -> bool:
+        """Whether all parts of one are written, and it is being put into its place."""
+        return self._committing
+
     def waits(self, ranks: list[int]) -> list[str]:
         """Whom the present one waits for; `ranks` are the trainers' in the order of their places."""
         if self._writing is None:
@@ -54,7 +59,7 @@ class Checkpoints:
         self._writing = self.tried = step
         self._have_state, self._have_books, self._committing = set(), False, False
         self.failed = ""
-        return [Checkpoint(reason, step)]
+        return [Checkpoint(reason, step, self.committed)]
 
     def state_written(self, event: StateWritten, trainer: int) -> list[Command]:
         """Trainer number `trainer` has written its part, or could not."""
@@ -78,10 +83,17 @@ class Checkpoints:
         """The checkpoint is in its place, or could not be put there."""
         if event.step != self._writing or not self._committing:
             return []
+        self._committing = False
         if event.error:
             return self._abandon(f"it could not be put into place: {event.error}")
         self.committed, self._writing = event.step, None
         return []
+
+    def trainers_restart(self) -> list[Command]:
+        """The trainers' workers are gone, and with them the parts that they had not written."""
+        if self._writing is None or self._committing:
+            return []
+        return self._abandon("the trainers' workers are started again")
 
     def _commit(self) -> list[Command]:
         if len(self._have_state) < self._trainers or not self._have_books or self._committing:

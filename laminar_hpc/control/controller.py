@@ -33,6 +33,7 @@ from laminar_hpc.control.checkpoints import Checkpoints
 from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.experience import Experience
 from laminar_hpc.control.fleet import Member, Rollout, Trainer
+from laminar_hpc.control.recovery import Recovery
 from laminar_hpc.control.repacking import Repacker
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.settlement import Settlement
@@ -58,6 +59,7 @@ from laminar_hpc.protocol.events import (
     RankLost,
     RelayHolds,
     RelayReady,
+    Repeated,
     Resumed,
     RolloutReady,
     SnapshotWritten,
@@ -106,6 +108,7 @@ class Controller:
         self._state = JobState(settings)
         self._training = Training(settings)
         self._checkpoints = Checkpoints(settings.trainers)
+        self._recovery = Recovery(settings, self._checkpoints)
         self._dispatcher = Dispatcher(self._state)
         self._experience = Experience(self._state, self._training, self._checkpoints)
         self._repacker = Repacker(self._state, self._dispatcher)
@@ -120,6 +123,7 @@ class Controller:
             WentToTool: (Role.ROLLOUT, self._went_to_tool),
             CameFromTool: (Role.ROLLOUT, self._came_from_tool),
             StateWritten: (Role.TRAINER, self._state_written),
+            Repeated: (Role.TRAINER, lambda _event, _trainer, _now: []),
         }
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -143,7 +147,8 @@ class Controller:
             case SnapshotWritten():
                 return self._checkpoints.snapshot_written(event)
             case Committed():
-                return self._checkpoints.committed_now(event)
+                commands = self._checkpoints.committed_now(event)
+                return commands + self._recovered(self._recovery.committed(now), now)
             case StopRequested():
                 return self._stop(event, now)
             case JobFailed():
@@ -162,6 +167,8 @@ class Controller:
         if role in RELAY_TIER:
             return self._from_relay(event, role, now)
         member = self._state.fleet.members[event.rank]
+        if role is Role.TRAINER and isinstance(event, RankLost) and not event.role:
+            return self._recovered(self._recovery.lost(event, now), now)
         if event.incarnation != member.incarnation or not member.alive:
             return []
         if isinstance(event, RankLost):
@@ -312,6 +319,10 @@ class Controller:
             self._state.distribution.readers.lose(member.rank)
             return self._lost_rollout(member, now)
         return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
+
+    def _recovered(self, commands: list[Command] | str, now: float) -> list[Command]:
+        """What recovery from the loss of a trainer's worker takes, or the job's end, where it says that there is none."""
+        return self._end("failed", commands, now) if isinstance(commands, str) else commands
 
     def _lost_rollout(self, rollout: Rollout, now: float) -> list[Command]:
         return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, now)]

@@ -34,7 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     one each). `attempt` is 0 for the first start of a run. `checkpoint_every` is in steps (0: only when the job is asked to
     stop), and None where there are no checkpoints. `trainer_nodes` are the keys of the
     trainers' nodes, `switches` has the switch of each node where that is known; `relay_timeout_s` is the config's.
-    `max_response_tokens` is where a response is cut.
+    `max_response_tokens` is where a response is cut. `worker_restarts` is how often the trainers' workers are started again
+    within ten minutes.
     """
 
     mode: str
@@ -62,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     switches: dict[str, str] = {}
     relay_timeout_s: float = 5.0
     max_response_tokens: int = 256
+    worker_restarts: int = 3
     repack: RepackSettings = RepackSettings()
 
     @property

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running, set_forkserver_preload
 
+from laminar_hpc.errors import FinalError
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.protocol.peer import Shutdown, WorkerError
 from laminar_hpc.protocol.wire import AnyRecord
@@ -131,7 +132,7 @@ def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
         traceback.print_exc()
         with contextlib.suppress(ChannelClosed):
             line = " ".join(str(error).split())
-            channel.send(WorkerError(text=f"{type(error).__name__}: {line}"))
+            channel.send(WorkerError(f"{type(error).__name__}: {line}", isinstance(error, FinalError)))
             channel.close()
         _leave(1)
     _leave(0)

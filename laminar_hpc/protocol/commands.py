@@ -76,10 +76,12 @@ class Publish(Command, frozen=True):
 class Checkpoint(Command, frozen=True):
     """All trainers write their state as it is after `step`, and the manager writes the controller's books and the payload.
 
-    Each does so beside its work, into `directory`, which the manager names.
+    Each does so beside its work, into `directory`, which the manager names. `committed` is the step of the newest complete one
+    (None: there is none): what came before it is never trained again.
     """
 
     step: int
+    committed: int | None = None
     directory: str = ""
 
 
@@ -93,6 +95,19 @@ class Abandon(Command, frozen=True):
     """The checkpoint of `step` cannot be completed: what there is of it is removed, and the job goes on."""
 
     step: int
+
+
+class RestartTrainers(Command, frozen=True):
+    """All trainers kill their workers and start others, the `worker`th after the first, in `delay_s`.
+
+    Those begin with the checkpoint of `step` (None: with the model), in `directory`, which the manager names, and do again what
+    the trainers were asked to do after it.
+    """
+
+    worker: int
+    step: int | None
+    delay_s: float
+    directory: str = ""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -287,6 +302,7 @@ AnyCommand = (
     | Checkpoint
     | Commit
     | Abandon
+    | RestartTrainers
     | Broadcast
     | Drop
     | Release

@@ -171,6 +171,13 @@ class Trained(RankEvent, frozen=True):
     metrics: dict[str, float]
 
 
+class Repeated(RankEvent, frozen=True):
+    """A trainer whose worker was started again has done once more what the controller knows already."""
+
+    step: int
+    minibatch: int
+
+
 class StateWritten(RankEvent, frozen=True):
     """A trainer's state after `step` is on the disk, `nbytes` bytes, `seconds` after its worker was asked for it.
 
@@ -187,11 +194,13 @@ class StateWritten(RankEvent, frozen=True):
 class RankLost(RankEvent, frozen=True):
     """The worker or the rank is gone; all it held is lost, what it streamed is in the store.
 
-    `role` is the rank's, where it is gone itself and not its worker alone.
+    `role` is the rank's, where it is gone itself and not its worker alone. A trainer's worker has its own incarnation: how
+    often the trainers' workers had been started again. `final`: another worker would fail in the same way.
     """
 
     reason: str
     role: str = ""
+    final: bool = False
 
 
 class Resumed(Event, frozen=True):
@@ -253,6 +262,7 @@ AnyEvent = (
     | WentToTool
     | CameFromTool
     | Trained
+    | Repeated
     | StateWritten
     | RankLost
     | Resumed

@@ -149,10 +149,11 @@ class Layout(Message, frozen=True):
 
 
 class Rendezvous(Message, frozen=True):
-    """Where the trainers' workers meet: the address of the first one's store."""
+    """Where the trainers' workers meet: the address of the first one's store. `worker`: how often they were started again."""
 
     host: str
     port: int
+    worker: int = 0
 
 
 class ChunkRequest(Message, frozen=True):
@@ -194,6 +195,10 @@ class Lost(Message, frozen=True):
 
     rank: int
     epoch: int
+
+
+class StartOver(Message, frozen=True):
+    """A rollout was taken for lost, since it had said nothing for too long: it begins anew, as another incarnation."""
 
 
 class Readmitted(Message, frozen=True):
@@ -436,7 +441,8 @@ class TrainerUp(Message, frozen=True):
 class TrainOn(Message, frozen=True):
     """Train on a mini-batch: all its samples (for advantages), and the blocks of this trainer's own ones.
 
-    Where tokens have no meaning, their number is all there is: `lengths` (prompt and response) in place of `blocks`.
+    Where tokens have no meaning, their number is all there is: `lengths` (prompt and response) in place of `blocks`. `version`
+    is that of the weights as they are then (None: they have been trained since they were published).
     """
 
     step: int
@@ -448,6 +454,7 @@ class TrainOn(Message, frozen=True):
     own: list[int]
     blocks: list[list[Block]]
     lengths: list[int] = []
+    version: int | None = None
 
 
 class TrainedOn(Message, frozen=True):
@@ -498,9 +505,10 @@ class StateSaved(Message, frozen=True):
 
 
 class WorkerError(Message, frozen=True):
-    """A worker cannot go on: one line for people, the traceback is in its log."""
+    """A worker cannot go on: one line for people, the traceback is in its log. `final`: nor could another in its place."""
 
     text: str
+    final: bool = False
 
 
 class BenchTask(Message, frozen=True):
@@ -545,6 +553,7 @@ AnyMessage = (
     | ChunkSent
     | ChunkGone
     | Lost
+    | StartOver
     | Readmitted
     | MeasureLink
     | ProbeRequest

@@ -34,14 +34,14 @@ INSTANT = "s after the clock's zero"
 
 PHASES = {
     "manager": ("work", "idle"),
-    "trainer": ("start", "train", "publish", "wait"),
+    "trainer": ("start", "train", "repeat", "publish", "wait"),
     "relay": ("start", "transfer", "idle"),
     "rollout": ("start", "generate", "pull", "grade", "idle"),
     "spare": ("start", "transfer", "idle"),
 }
 """What each role spends its time on. Their keys are the roles that write a file."""
 
-ALL_PHASES = ("work", "idle", "train", "publish", "wait", "transfer", "generate", "pull", "grade", "start")
+ALL_PHASES = ("work", "idle", "train", "publish", "wait", "transfer", "generate", "pull", "grade", "start", "repeat")
 PURPOSES = ("train", "evaluation")
 SOURCES = ("prompt", "model", "tool")
 STATES = ("waiting", "generating", "at_tool", "finished", "consumed", "discarded", "returned")

@@ -67,7 +67,11 @@ class CheckpointKeeper:
 
     def directory(self, step: int) -> str:
         """Where the parts of the checkpoint of `step` are written."""
-        return f"{self._final(step)}.part"
+        return f"{self.place(step)}.part"
+
+    def place(self, step: int) -> str:
+        """Where this attempt's checkpoint of `step` is when it is complete."""
+        return os.path.join(self._root, f"step-{step:08d}.attempt-{self._attempt}")
 
     def write(self, step: int, books: bytes, payload: list[list[Block]]) -> None:
         """Write the manager's parts; `poll` tells when."""
@@ -119,9 +123,6 @@ class CheckpointKeeper:
     def _submit(self, work: Callable[[], SnapshotWritten | Committed | None]) -> None:
         self._under_way.append(self._thread.submit(work))
 
-    def _final(self, step: int) -> str:
-        return os.path.join(self._root, f"step-{step:08d}.attempt-{self._attempt}")
-
     def _write(self, step: int, books: bytes, payload: list[list[Block]]) -> int:
         directory = self.directory(step)
         os.makedirs(directory, exist_ok=True)
@@ -143,7 +144,7 @@ class CheckpointKeeper:
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         _write_file(os.path.join(directory, MANIFEST), iter([text]))
         sync_directory(directory)
-        os.rename(directory, self._final(step))
+        os.rename(directory, self.place(step))
         sync_directory(self._root)
 
     def _prune(self) -> None:

@@ -35,6 +35,7 @@ from laminar_hpc.protocol.commands import (
     Release,
     ReportEvaluation,
     ReportStep,
+    RestartTrainers,
     Settle,
     Sever,
     TakeOver,
@@ -68,6 +69,7 @@ from laminar_hpc.protocol.peer import (
     Resume,
     Shard,
     Shutdown,
+    StartOver,
 )
 from laminar_hpc.protocol.trajectory import State
 from laminar_hpc.protocol.wire import AnyRecord
@@ -110,7 +112,7 @@ class ManagerLoop:
         self._epoch = 0
         self._epoch_of: dict[int, int] = {}  # of each rank that was lost
         self._proven: set[int] = set()  # relays that have held a version
-        self._silent: set[int] = set()  # relays that were taken for lost, but are not known to be dead
+        self._silent: set[int] = set()  # relays and rollouts that were taken for lost, but are not known to be dead
         self._stop_by: float | None = None  # when a job that was asked to stop has to have ended
         self._zero_unix_s = time.time() - rank.now()
         keep = rank.config.checkpoint.keep
@@ -238,6 +240,8 @@ class ManagerLoop:
             case Abandon():
                 say(f"no checkpoint of step {command.step}: {command.reason}", error=True)
                 self._keeper.abandon(command.step)
+            case RestartTrainers():
+                self._restart_trainers(command)
             case Train() | Publish() | Release():
                 for trainer in self._trainers:
                     send(trainer, command)
@@ -295,6 +299,14 @@ class ManagerLoop:
             directory = keeper.directory(command.step)
             self._rank.mail.send(trainer, msgspec.structs.replace(command, directory=directory))
 
+    def _restart_trainers(self, command: RestartTrainers) -> None:
+        say(command.reason)
+        resume, step, directory = self._rank.resume, command.step, ""
+        if step is not None:
+            directory = resume.directory if resume is not None and resume.step == step else self._keeper.place(step)
+        for trainer in self._trainers:
+            self._rank.mail.send(trainer, msgspec.structs.replace(command, directory=directory))
+
     def _resume(self, resume: Resume, now: float) -> None:
         """Take the payload over, and have the controller take its books over."""
         saved = open_checkpoint(resume.directory)
@@ -335,7 +347,12 @@ class ManagerLoop:
 
     def _hear(self, source: int, beat: Heartbeat, now: float) -> None:
         self._beats[source] = (now, beat)
-        if source in self._silent:
+        if source not in self._silent:
+            return
+        if self._rank.placements[source].role is Role.ROLLOUT:
+            self._silent.discard(source)
+            self._rank.mail.send(source, StartOver())
+        else:
             self._decide(RankHeard(source, self._controller.incarnation_of(source)), now)
 
     def _bury(self, now: float) -> None:
@@ -352,8 +369,8 @@ class ManagerLoop:
                 for relay in self._rank.ranks_of(Role.RELAY):
                     self._rank.mail.send(relay, Lost(rank, self._epoch))
         rollouts = self._rank.ranks_of(Role.ROLLOUT)
-        if self._left.issuperset(rollouts):
-            self._decide(JobFailed("failed", f"no rollout is left: ranks {rollouts} are gone"), now)
+        if (self._left | self._silent).issuperset(rollouts):
+            self._decide(JobFailed("failed", f"no rollout is left: ranks {rollouts} are gone, or say nothing"), now)
 
     def _watch_relays(self, now: float) -> None:
         """A relay that says nothing holds up all those behind it, so it is waited for less long than others are.
@@ -369,10 +386,14 @@ class ManagerLoop:
             patient = rank not in self._proven or self._controller.ends_without_relay(rank)
             bound_s = config.job.silence_timeout_s if patient else config.weights.relay_timeout_s
             if silent_s > bound_s:
-                self._silent.add(rank)
                 self._proven.discard(rank)
-                self._rank.mail.forget(rank)
-                self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
+                self._give_up_on(rank, silent_s, now)
+
+    def _give_up_on(self, rank: int, silent_s: float, now: float) -> None:
+        """Take a rank for lost, until it is heard again."""
+        self._silent.add(rank)
+        self._rank.mail.forget(rank)
+        self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
 
     def _lose(self, rank: int, reason: str, now: float) -> None:
         role, incarnation = self._rank.placements[rank].role.value, self._controller.incarnation_of(rank)
@@ -389,11 +410,10 @@ class ManagerLoop:
                 continue
             heard = self._beats[rank][0] if rank in self._beats else 0.0
             bound = job.silence_timeout_s if rank in self._beats else job.start_timeout_s
-            if now - heard > bound:
-                placement = self._rank.placements[rank]
-                text = (
-                    f"rank {rank} ({placement.role.value} on {placement.node}) has said nothing for {now - heard:.0f} s"
-                )
+            if now - heard > bound and self._rank.placements[rank].role is Role.ROLLOUT:
+                self._give_up_on(rank, now - heard, now)
+            elif now - heard > bound:
+                text = f"{self._name(rank)} has said nothing for {now - heard:.0f} s"
                 self._decide(JobFailed("failed", text), now)
                 return
         bound = job.stall_timeout_s if self._controller.started else job.start_timeout_s

@@ -8,9 +8,9 @@ streaming what there is to the store -> grade -> finished; or, until its generat
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 
 from laminar_hpc.errors import EngineError, ProtocolError
+from laminar_hpc.policy.restarts import WINDOW_S, RestartLimit
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
 from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Pull
@@ -30,6 +30,7 @@ from laminar_hpc.protocol.peer import (
     LoadWeights,
     Lost,
     StartEngine,
+    StartOver,
     WeightsLoaded,
     WorkerError,
 )
@@ -39,11 +40,6 @@ from laminar_hpc.rollout import worker as engine_worker
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, MANAGER, TRANSFER_NAP_S, Rank
 from laminar_hpc.runtime.weights import WeightsDesk
 from laminar_hpc.tasks.grader import Grader, Outcome
-
-RESTART_WINDOW_S = 600.0
-"""Crashes of the engine further back than this count no longer."""
-
-LONGEST_BACK_OFF_S = 30.0
 
 
 class _Active:
@@ -76,7 +72,7 @@ class RolloutLoop:
         self._engine_up = False
         self._engine_heard_s = 0.0
         self._start_engine_at: float | None = None
-        self._crashes: deque[float] = deque()
+        self._limit = RestartLimit(rank.config.job.worker_restarts)
         self._layout: Layout | None = None
         self._grader = Grader(rank.config, rank.log_path("task"))
         self._active: dict[int, _Active] = {}
@@ -120,6 +116,9 @@ class RolloutLoop:
                 self._weights.forget(message.rank, message.epoch)
             case Fetched():
                 self._resume(message)
+            case StartOver():
+                if self._layout is not None:
+                    self._lost_engine("its rank was taken for lost, and begins anew", now)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
@@ -408,19 +407,16 @@ class RolloutLoop:
         if self._engine is not None:
             self._engine.kill()
             self._engine = None
-        while self._crashes and self._crashes[0] < now - RESTART_WINDOW_S:
-            self._crashes.popleft()
-        self._crashes.append(now)
-        crashes = len(self._crashes)
-        if crashes > rank.config.job.worker_restarts:
+        delay_s = self._limit.lost(now)
+        if delay_s is None:
             raise EngineError(
-                f"the engine was lost {crashes} times within {RESTART_WINDOW_S:.0f} s; the last time: {reason}; "
+                f"the engine was lost {self._limit.most + 1} times within {WINDOW_S:.0f} s; the last time: {reason}; "
                 f"see {rank.log_path('engine')}"
             )
         rank.tell_manager(RankLost(rank=rank.world.rank, incarnation=self._incarnation, reason=reason))
         self._incarnation += 1
         self._engine_up = False
-        self._start_engine_at = now + (0.0 if crashes == 1 else min(2.0 ** (crashes - 1), LONGEST_BACK_OFF_S))
+        self._start_engine_at = now + delay_s
         self._active.clear()
         self._encoding.clear()
         self._fetching.clear()

@@ -40,6 +40,7 @@ def controller_settings(
         trainer_nodes=sorted({placement.node for placement in placements if placement.role is Role.TRAINER}),
         switches=switches,
         max_response_tokens=config.rollout.max_response_tokens,
+        worker_restarts=config.job.worker_restarts,
         repack=RepackSettings(
             enabled=config.repack.enabled,
             every_s=config.repack.every_s,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import EngineError, ProtocolError
+from laminar_hpc.errors import EngineError, FinalError, ProtocolError
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.process.memory import map_for_good
 from laminar_hpc.protocol.peer import (
@@ -92,10 +92,10 @@ class Patience:
         self._skipped = 0
 
     def note(self, message: TrainOn, metrics: dict[str, float]) -> None:
-        """A mini-batch is done; EngineError where that makes `SKIPPED_STEPS`."""
+        """A mini-batch is done; FinalError where that makes `SKIPPED_STEPS`."""
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped >= self._steps * message.minibatches:
-            raise EngineError(
+            raise FinalError(
                 f"trainer worker: nothing was trained in {self._steps} steps up to step {message.step}: no gradient was "
                 f"finite"
             )
@@ -113,8 +113,6 @@ class _Service:
         self._memory: dict[str, NDArray[np.uint8]] = {}
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="copy")
         self._copy: Future[None] | None = None
-        self._version: int | None = None
-        """That of the engine's weights as they are (None: they have been trained since they were written)."""
         self._patience = Patience(config.control.steps)
 
     def run(self) -> None:
@@ -149,8 +147,7 @@ class _Service:
         for message, sequences in zip(messages, batches, strict=True):
             if isinstance(self._engine, PacedTrainer):
                 self._engine.begin(begun_s)
-            metrics = self._engine.train(sequences, self._version)
-            self._version = None
+            metrics = self._engine.train(sequences, message.version)
             self._await_copy()
             ended_s = time.monotonic()
             tokens = sum(len(sequence.tokens) for sequence in sequences)
@@ -194,7 +191,6 @@ class _Service:
         begun_s = time.monotonic()
         wait = self._engine.write_weights(memory)
         written = WeightsWritten(message.version, time.monotonic() - begun_s)
-        self._version = message.version
         if wait is None:
             self._channel.send(written)
         else:

@@ -117,7 +117,7 @@ def test_an_end_from_outside_returns_all_that_is_open(event, outcome):
 def test_the_job_fails_with_its_trainer():
     job = ScriptedJob()
     job.start()
-    settle, end = job.tell(RankLost(TRAINER, 0, "signal 9"))
+    settle, end = job.tell(RankLost(TRAINER, 0, "signal 9", "trainer"))
     assert end == EndJob("trainer rank 1 was lost: signal 9", "failed")
     assert len(settle.groups) == 4
 

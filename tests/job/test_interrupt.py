@@ -193,7 +193,8 @@ def test_a_killed_trainer_worker_ends_the_job(laminar: Laminar) -> None:
     pids = descendants(command.pid)
     os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
     status = ended(laminar, command, pids, 1, "failed")
-    assert status.reason.startswith("rank 2 (trainer): EngineError: the trainer's worker has ended; see ")
+    assert status.reason.startswith("trainer rank 2 lost its worker: the trainer's worker has ended; see ")
+    assert status.reason.endswith("; it cannot be replaced, since checkpoint.every is 0")
     readable_record(laminar)
     accounted_for(laminar)
 
@@ -224,6 +225,31 @@ def driver_pid(laminar: Laminar, rank: int) -> int:
         if b"laminar_hpc.jobs.train" in command and b"OMPI_COMM_WORLD_RANK=%d" % rank in variables:
             return pid
     raise AssertionError(f"no process is rank {rank}")
+
+
+def test_a_rollout_that_says_nothing_is_gone_around_until_it_speaks_again(laminar: Laminar) -> None:
+    before = shared_memory()
+    command = training(laminar, job={"heartbeat_s": 0.5, "silence_timeout_s": 3})
+    rollout = driver_pid(laminar, rank=4)
+    os.kill(rollout, signal.SIGSTOP)
+
+    def lost() -> bool:
+        assert command.poll() is None, command.communicate()
+        return len(open_run(str(laminar.run_dir)).table("failures")) > 0
+
+    def came_back() -> bool:
+        assert command.poll() is None, command.communicate()
+        run = open_run(str(laminar.run_dir))
+        pulls = run.table("pulls")
+        return bool((pulls[pulls["rank"] == 4]["time_s"] > run.table("failures")[0]["time_s"]).any())
+
+    wait_until(lost, 60.0, "the loss of a rollout that is stopped")
+    os.kill(rollout, signal.SIGCONT)
+    wait_until(came_back, 200.0, "a pull of the rollout that was stopped")
+    pids = descendants(command.pid)
+    os.kill(command.pid, signal.SIGINT)
+    ended_in_order(laminar, command, pids)
+    assert shared_memory() <= before
 
 
 def test_the_last_relay_may_be_held_up_for_longer_than_one_that_can_be_gone_around(laminar: Laminar) -> None:

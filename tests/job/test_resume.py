@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from laminar_command import Laminar, processes_of, shared_memory, wait_until
-from test_interrupt import GONE_S, all_gone, descendants, mpiexec_of, status_of, worker_pid
+from test_interrupt import GONE_S, all_gone, descendants, driver_pid, mpiexec_of, status_of, worker_pid
 
 from laminar_hpc.analysis.checks import Result, run_checks
 from laminar_hpc.control.controller import Controller
@@ -76,7 +76,7 @@ def interrupted_run(laminar: Laminar, mode: str) -> Run:
 
 
 def test_a_job_that_fails_is_started_again_from_its_checkpoint(laminar: Laminar) -> None:
-    """Its manager is killed, and later its trainer's worker."""
+    """Its manager is killed, and later its trainer."""
     command = laminar.start("run", laminar.config(**sections("laminar")))
     after_step(laminar, command, 2)
     saved = laminar.run_dir / "checkpoints"
@@ -91,11 +91,11 @@ def test_a_job_that_fails_is_started_again_from_its_checkpoint(laminar: Laminar)
         return status is not None and status.attempt == 1 and status.step >= 3
 
     wait_until(goes_on, 400.0, "a step of the second attempt")
-    os.kill(worker_pid(laminar, "worker"), signal.SIGKILL)
+    os.kill(driver_pid(laminar, rank=2), signal.SIGKILL)
     output, errors = command.communicate(timeout=400.0)
     assert command.returncode == 0, output + errors
     assert "starting again, 1 of at most 3 times: it has failed" in output
-    assert "starting again, 2 of at most 3 times: it has failed: rank 2 (trainer)" in output
+    assert "starting again, 2 of at most 3 times: it has failed: trainer rank 2 was lost: " in output
     run = open_run(str(laminar.run_dir))
     assert run.attempts == [0, 1, 2]
     assert processes_of(laminar.run_dir) == []
