@@ -82,7 +82,7 @@ from laminar_hpc.runtime.checkpoint import (
 )
 from laminar_hpc.runtime.layout import LayoutDesk
 from laminar_hpc.runtime.live import Live
-from laminar_hpc.runtime.rank import FAREWELL_S, LONGEST_NAP_S, Rank, say
+from laminar_hpc.runtime.rank import FAREWELL_S, LONGEST_NAP_S, Rank, away_s, say
 from laminar_hpc.runtime.recording import ManagerRecord
 from laminar_hpc.runtime.store import Store
 
@@ -103,7 +103,7 @@ class ManagerLoop:
         self._recorded: ManagerRecord | None = None
         self._others = list(range(1, rank.world.size))
         self._trainers = rank.ranks_of(Role.TRAINER)
-        self._moved = 0.0
+        self._moved = self._turned = 0.0
         self._beats: dict[int, tuple[float, Heartbeat]] = {}
         self._next_alive = 0.0
         self._ending: EndJob | None = None
@@ -123,7 +123,7 @@ class ManagerLoop:
         """Open the books."""
         if self._rank.record is not None:
             self._recorded = ManagerRecord(self._rank.record, self._rank.config, self._rank.attempt)
-        self._moved = now
+        self._moved = self._turned = now
         self._live.start(now)
         if self._rank.resume is not None:
             self._resume(self._rank.resume, now)
@@ -167,6 +167,9 @@ class ManagerLoop:
         """Timers and watchdogs."""
         if self._ending is not None:
             return self._farewell(now)
+        if away := away_s(self._turned, now, self._rank.heartbeat_s):
+            self._beats = {rank: (heard + away, beat) for rank, (heard, beat) in self._beats.items()}
+        self._turned = now
         if self._rank.terminated is not None:
             signal_name, self._rank.terminated = self._rank.terminated, None
             self._stop(StopRequested(f"signal {signal_name}", signal_name != signal.SIGINT.name), now)

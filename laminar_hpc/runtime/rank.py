@@ -230,6 +230,7 @@ class _Frame:
         self.left_alone = ""
         now = rank.now()
         self._heard_manager = now
+        self._attended = now
         self._next_beat = now
         self._waiting_for = ""
         self._waiting_since = now
@@ -252,6 +253,8 @@ class _Frame:
     def attend(self, loop: RankLoop, now: float, busy: bool) -> None:
         """Heartbeat, record, and the reasons to leave that are no message."""
         self._account(loop, now, busy)
+        self._heard_manager += away_s(self._attended, now, self.rank.heartbeat_s)
+        self._attended = now
         if self.rank.world.rank != MANAGER:
             self._beat(loop, now)
             if self.rank.terminated is not None:
@@ -293,6 +296,14 @@ class _Frame:
             self.write_phases(now)
             if self.rank.record is not None:
                 self.rank.record.flush_if_due(now)
+
+
+def away_s(last: float, now: float, patience_s: float) -> float:
+    """For how long, of the time since its last turn, a rank was stopped or kept busy, so that it could hear nobody.
+
+    Nobody's silence counts then. A turn that comes within `patience_s` is as good as any.
+    """
+    return now - last if now - last > patience_s else 0.0
 
 
 def _report_failure(rank: Rank, error: Exception) -> None:
