@@ -13,6 +13,7 @@ import msgspec
 from fake_relays import CHUNKS, FakeRelays, Move
 
 from laminar_hpc.control.controller import Controller, Settings
+from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.protocol.commands import (
     Abandon,
@@ -25,6 +26,7 @@ from laminar_hpc.protocol.commands import (
     Publish,
     Pull,
     Release,
+    RestartTrainers,
     Train,
 )
 from laminar_hpc.protocol.events import (
@@ -136,6 +138,7 @@ class FakeCluster:
         self.full_disk = 0.0
         self.books: dict[int, bytes] = {}
         self.committed: bytes | None = None
+        self.worker = 0
         self._to_write: deque[Checkpoint | Commit] = deque()
 
     def _kept(self, version: int) -> bool:
@@ -162,6 +165,10 @@ class FakeCluster:
                 self._to_write.append(command)
             case Abandon():
                 del self.books[command.step]
+            case RestartTrainers():
+                self.worker = command.worker
+                saved = None if self.committed is None else msgspec.msgpack.decode(self.committed, type=Snapshot).step
+                assert command.step == saved, "the newest checkpoint is what they begin with"
             case Train() | Publish():
                 for trainer in self.trainers:
                     trainer.queue.append(command)
@@ -320,6 +327,13 @@ class FakeCluster:
         """Rollouts that have never reported, if there is at least one other that is not gone."""
         there = [rollout for rollout in self.rollouts if not rollout.gone]
         return [one for one in there if not one.ready and one.incarnation == 0] if len(there) > 1 else []
+
+    def lose_worker(self) -> RankLost | None:
+        """A trainer's worker is lost, as often as is allowed: its rank hides that, but for what it says."""
+        trainer = self.random.choice(self.trainers)
+        if not trainer.ready or not self.settings.checkpoint_every or self.worker == self.settings.worker_restarts:
+            return None
+        return RankLost(trainer.rank, self.worker, "killed")
 
     def vanish(self, rollout: RolloutRank) -> RankLost:
         """A rollout's process ends before it has reported; a report may still be on its way."""

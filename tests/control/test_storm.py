@@ -18,7 +18,7 @@ from invariants import InvariantChecker
 from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
-from laminar_hpc.protocol.commands import HandOver, ReportMove
+from laminar_hpc.protocol.commands import HandOver, ReportMove, RestartTrainers
 from laminar_hpc.protocol.events import Event, JobFailed, RankEvent, RankLost, Resumed, StopRequested
 from laminar_hpc.protocol.wire import encode
 
@@ -109,13 +109,17 @@ class Storm:
         if busy and random.random() < self._streaming:
             return cluster.stream(random.choice(busy))
         if random.random() >= self._calm:
-            kind = random.choice(["repeat", "ghost", "stream", "tool", "crash", "restart", "vanish", "relay", "relay"])
+            kind = random.choice(
+                ["repeat", "ghost", "stream", "tool", "crash", "restart", "vanish", "relay", "relay", "worker"]
+            )
             repeatable = [event for _, event in cluster.events if isinstance(event, RankEvent)]
             if kind == "repeat" and repeatable:
                 return random.choice(repeatable)
             ghosts = cluster.ghosts + cluster.relays.ghosts
             if kind == "ghost" and ghosts:
                 return random.choice(ghosts)
+            if kind == "worker":
+                return cluster.lose_worker()
             if kind == "relay":
                 return cluster.relays.fault()
             if kind == "stream" and busy:
@@ -248,3 +252,26 @@ def test_storms_have_moves_in_them_and_each_is_reported_once():
     assert endings["moved"] > 100
     assert min(endings["expected"], endings["actual"], endings["loaded"]) > 10
     assert min(endings["the source"], endings["nothing was"]) > 0
+
+
+def test_storms_have_lost_workers_of_trainers_in_them():
+    begun_with: Counter[str] = Counter()
+    for seed in range(20):
+        job = Settings(
+            mode="laminar",
+            steps=6,
+            prompts=2,
+            group_size=2,
+            train_prompts=5,
+            trainers=2,
+            relays=1,
+            rollouts=2,
+            checkpoint_every=1,
+        )
+        storm = Storm(job, Random(seed), calm=0.8)
+        storm.rage(4 * STORM_MOVES)
+        storm.settle_down()
+        for command in (command for batch in storm.cluster.commands for command in batch):
+            if isinstance(command, RestartTrainers):
+                begun_with["the model" if command.step is None else "a checkpoint"] += 1
+    assert min(begun_with["the model"], begun_with["a checkpoint"]) > 2

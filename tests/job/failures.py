@@ -11,9 +11,12 @@ from typing import NamedTuple
 from laminar_command import Laminar, processes_of
 
 from laminar_hpc.protocol.commands import Generate
-from laminar_hpc.protocol.events import RankLost, Streamed
+from laminar_hpc.protocol.events import Streamed
 from laminar_hpc.protocol.wire import decode
 from laminar_hpc.record.reader import Run, open_run
+
+TURN_S = 0.5
+"""An event has the time at which the manager's turn began."""
 
 
 class Fault(NamedTuple):
@@ -77,20 +80,26 @@ def strike(laminar: Laminar, kind: str, rank: int, worker: str | None, number: s
     return Fault(kind, rank, at)
 
 
-def outcome(run: Run, fault: Fault, attempt: int) -> Outcome:
-    """What the record of an attempt says about a fault in it."""
+def seconds_of(run: Run, fault: Fault, attempt: int) -> float:
+    """When the fault was, in the clock of the attempt's record."""
     (manager,) = [file for file in run.files if file.role == "manager" and file.attempt == attempt]
     assert manager.clock_zero_unix_s is not None
-    events = [(one.time_s, decode(one.data)) for one in run.events(attempt)]
-    at_s = fault.at_unix_s - manager.clock_zero_unix_s
-    losses = [
-        (time_s, event)
-        for time_s, event in events
-        if isinstance(event, RankLost) and event.rank == fault.rank and time_s >= at_s
-    ]
-    if not losses:
+    return fault.at_unix_s - manager.clock_zero_unix_s
+
+
+def noticed(run: Run, fault: Fault, attempt: int) -> float | None:
+    """When the manager wrote down that the rank or its worker was lost; None where it has not."""
+    lost, at_s = run.table("failures"), seconds_of(run, fault, attempt)
+    own = lost[(lost["rank"] == fault.rank) & (lost["attempt"] == attempt) & (lost["time_s"] > at_s - TURN_S)]
+    return float(own["time_s"][0]) if len(own) else None
+
+
+def outcome(run: Run, fault: Fault, attempt: int) -> Outcome:
+    """What the record of an attempt says about a fault in it."""
+    noticed_s, at_s = noticed(run, fault, attempt), seconds_of(run, fault, attempt)
+    if noticed_s is None:
         return Outcome(None, None, 0)
-    noticed_s = losses[0][0]
+    events = [(one.time_s, decode(one.data)) for one in run.events(attempt)]
     had: dict[int, int] = {}  # trajectory: the rank that it was given to last
     given: dict[int, tuple[float, int]] = {}
     for command in run.commands(attempt):
@@ -109,7 +118,7 @@ def outcome(run: Run, fault: Fault, attempt: int) -> Outcome:
         and time_s >= noticed_s
         and any(given.get(one.trajectory, (0.0, -1))[1] == event.rank for one in event.progress)
     ]
-    return Outcome(noticed_s - at_s, began[0] - noticed_s if began else None, len(given))
+    return Outcome(max(0.0, noticed_s - at_s), began[0] - noticed_s if began else None, len(given))
 
 
 def table(faults: list[tuple[Fault, Outcome]]) -> str:

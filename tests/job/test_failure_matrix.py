@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from failures import Fault, Outcome, opened, outcome, pids_of, strike, table
+from failures import Fault, Outcome, noticed, opened, outcome, pids_of, strike, table
 from laminar_command import Laminar, processes_of, shared_memory, wait_until
 from test_interrupt import all_gone, descendants, mpiexec_of, status_of
 
@@ -103,7 +103,7 @@ class Job:
         fault = strike(self.laminar, kind, rank, worker, number)
         self.faults.append((fault, self.attempt()))
         if worker != "task":
-            self.wait(lambda: outcome(opened(self.laminar), *self.faults[-1]).noticed_s is not None, f"{kind}: noticed")
+            self.wait(lambda: noticed(opened(self.laminar), *self.faults[-1]) is not None, f"{kind}: noticed")
         self.steps(4)
 
     def end(self) -> Run:
