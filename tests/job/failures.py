@@ -20,10 +20,11 @@ TURN_S = 0.5
 
 
 class Fault(NamedTuple):
-    """What was done to which rank, and when (Unix time)."""
+    """What was done to which rank, or to which worker of it, and when (Unix time)."""
 
     kind: str
     rank: int
+    worker: str | None
     at_unix_s: float
 
 
@@ -77,7 +78,7 @@ def strike(laminar: Laminar, kind: str, rank: int, worker: str | None, number: s
     at = time.time()
     for pid in pids:
         os.kill(pid, number)
-    return Fault(kind, rank, at)
+    return Fault(kind, rank, worker, at)
 
 
 def seconds_of(run: Run, fault: Fault, attempt: int) -> float:
@@ -97,7 +98,7 @@ def noticed(run: Run, fault: Fault, attempt: int) -> float | None:
 def outcome(run: Run, fault: Fault, attempt: int) -> Outcome:
     """What the record of an attempt says about a fault in it."""
     noticed_s, at_s = noticed(run, fault, attempt), seconds_of(run, fault, attempt)
-    if noticed_s is None:
+    if noticed_s is None or fault.worker == "task":
         return Outcome(None, None, 0)
     events = [(one.time_s, decode(one.data)) for one in run.events(attempt)]
     had: dict[int, int] = {}  # trajectory: the rank that it was given to last
