@@ -30,6 +30,9 @@ ORDERLY_END_S = 6.0
 LEAVING_S = 20.0
 """After the status file has said that the job is over: how long mpiexec may take to end."""
 
+LAUNCHER_FAILED = 213
+"""mpiexec's exit code where its own server does not come up: now and then, where network interfaces come and go just then."""
+
 LAST_WORD_S = 5.0
 """After mpiexec has ended: how long the manager, if it still lives, has to say why."""
 
@@ -100,12 +103,21 @@ def _again(config: Config, attempt: int) -> list[str]:
 def _attempt(config: Config, arguments: list[str], interrupts: _Interrupts, console: Console) -> Status:
     """Start the job once and follow it to its end; its last status."""
     console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
+    exit_code = _start_once(config, arguments, interrupts, console)
+    if exit_code == LAUNCHER_FAILED and interrupts.received is None:
+        console.print("mpiexec could not start itself; trying once more")
+        exit_code = _start_once(config, arguments, interrupts, console)
+    return _last_status(config, exit_code, interrupts.received)
+
+
+def _start_once(config: Config, arguments: list[str], interrupts: _Interrupts, console: Console) -> int | None:
+    """Start mpiexec and follow it to its end; its exit code."""
     job = Launch(command_line(config, arguments), environment(os.environ))
     try:
         _follow(job, config, interrupts, console)
     finally:
         job.end(signal.SIGKILL)  # it has ended, or this program cannot go on; without mpiexec the ranks end themselves
-    return _last_status(config, job.poll(), interrupts.received)
+    return job.poll()
 
 
 def dry_run(config: Config, arguments: list[str]) -> int:
