@@ -31,6 +31,9 @@ LARGE_COPY_BYTES = 1 << 19
 """From this size on, copies in workers go past the caches, which for weights is faster by half; glibc alone would do so for
 copies of about the size of the last cache only, and few tensors are that large."""
 
+LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""A launcher may send these to all processes of a job. The ranks see to an orderly end, for which they need their workers."""
+
 _context = multiprocessing.get_context("forkserver")
 
 WorkerMain = Callable[[Channel], None]
@@ -61,8 +64,13 @@ def start_forkserver() -> None:
     set_forkserver_preload([])
     # multiprocessing's tracker removes what a killed engine has left of its semaphores, and need not tell people
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
-    with _without_launcher_variables():
-        ensure_running()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in LAUNCHER_SIGNALS}  # inherited
+    try:
+        with _without_launcher_variables():
+            ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Worker:
@@ -117,10 +125,7 @@ def _run(main: WorkerMain, stream: socket.socket, log_path: str) -> None:
     _take_name(f"laminar {multiprocessing.current_process().name}")
     _redirect_output(log_path)
     faulthandler.enable()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a launcher may signal all processes; the driver sees to an orderly end
+    for number in LAUNCHER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, name="end-with-driver", daemon=True).start()
     channel = Channel(stream, waits=True)

@@ -232,22 +232,24 @@ class LinkMeasured(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """A rollout asks a relay for the newest image, `version` at least."""
+    """A rollout asks a relay for the newest image, `version` at least; `request` comes back with the answer."""
 
     rank: int
     version: int
+    request: int = 0
 
 
 class Lease(Message, frozen=True):
     """A relay lends the image of `version`: the bytes from `offset` on in the memory at `path`, not written until given back.
 
     A rollout on another node cannot map that memory; it asks for the chunks instead, and gives the lease back when it has
-    them all.
+    them all. `request` is that of the `LeaseRequest` which this answers.
     """
 
     version: int
     path: str
     offset: int
+    request: int = 0
 
 
 class LeaseReturn(Message, frozen=True):

@@ -217,11 +217,11 @@ def relabelled(block: Block, same_weights: set[int], version: int) -> Block:
 
 
 def _complete(root: str) -> list[str]:
-    """The directories of complete checkpoints, newest first."""
+    """The directories of complete checkpoints, newest first: the last attempt's, wherever the one before had come to."""
     found = []
     for entry in os.scandir(root):
         if (match := _NAME.fullmatch(entry.name)) and entry.is_dir():
-            found.append((int(match[1]), int(match[2]), entry.path))
+            found.append((int(match[2]), int(match[1]), entry.path))
     return [path for _, _, path in sorted(found, reverse=True)]
 
 

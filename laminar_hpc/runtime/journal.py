@@ -7,8 +7,14 @@ again, and a version that was written whole is not written again.
 
 from __future__ import annotations
 
-from laminar_hpc.errors import ProtocolError
+from laminar_hpc.errors import EngineError
 from laminar_hpc.protocol.peer import TrainOn, WriteWeights
+
+MOST_SAVES = 5
+"""Checkpoints in a row of which none was completed, as on a full disk: then what came before the last one is kept no more."""
+
+GIVEN_UP = -1
+"""Stands for the step since which all is kept, where no checkpoint is that far."""
 
 
 class Asked:
@@ -39,12 +45,14 @@ class Journal:
         """It is asked for its state after `step`; what came before the checkpoint of step `committed` is needed no more."""
         if not self._keeps:
             return
-        if committed is not None:
+        if committed in self._entries:
             self._forget_before(committed)
         self._entries.append(step)
+        if sum(isinstance(entry, int) for entry in self._entries) > MOST_SAVES:
+            self._entries, self._since = [step], GIVEN_UP
 
     def since(self, step: int | None) -> list[Asked]:
-        """What another worker, which begins with the checkpoint of `step`, has to do; ProtocolError where that is not known."""
+        """What another worker, which begins with the checkpoint of `step`, has to do; EngineError where that is not kept."""
         self._forget_before(step)
         asked = [entry for entry in self._entries if isinstance(entry, Asked)]
         return [one for one in asked if isinstance(one.work, TrainOn) or not one.told]
@@ -53,8 +61,9 @@ class Journal:
         if step == self._since:
             return
         if step not in self._entries:
-            raise ProtocolError(
-                f"what was trained after step {step} is not known, but what was after step {self._since}"
+            raise EngineError(
+                f"another worker cannot do again what came after step {step or 0}: it is kept no more, since none of the "
+                f"last checkpoints was completed"
             )
         del self._entries[: self._entries.index(step) + 1]
         self._since = step

@@ -150,7 +150,6 @@ class WeightsDesk:
 
     def forget(self, rank: int, epoch: int) -> None:
         """`rank` is gone, by the loss of this epoch."""
-        self._puller.forget(rank)
         if self._remote is not None and self._transport is not None:
             self._transport.forget(rank)
             self._remote.forget(rank, epoch)

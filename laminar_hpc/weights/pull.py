@@ -7,7 +7,6 @@ node the driver first fetches the chunks into memory of its own (weights/remote.
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import msgspec
 
@@ -28,7 +27,7 @@ class Puller:
         self._wanted: int | None = None
         self._lease: Lease | None = None
         self._lender = relay
-        self._unwanted: Counter[int] = Counter()  # by relay: leases on their way that nobody waits for any more
+        self._requests = 0
 
     @property
     def waiting_for(self) -> str:
@@ -45,15 +44,18 @@ class Puller:
         if self._wanted is not None or self._lease is not None:
             raise ProtocolError(f"rollout rank {self._rank}: asks for version {version} in the middle of a pull")
         self._wanted = version
-        self._send_mail(self.relay, LeaseRequest(rank=self._rank, version=version))
+        self._requests += 1
+        self._send_mail(self.relay, LeaseRequest(rank=self._rank, version=version, request=self._requests))
 
     def lent(self, relay: int, lease: Lease) -> Lease | None:
-        """The relay's answer: the lease to load from, or None where it was asked for before `drop` or `attach`."""
-        if self._unwanted[relay]:
-            self._unwanted[relay] -= 1
+        """The relay's answer: the lease to load from, or None where it was asked for before `drop` or `attach`.
+
+        Such a late one goes back; it may come at any time, also from a relay that was taken for lost.
+        """
+        if self._wanted is None or lease.request != self._requests:
             self._send_mail(relay, LeaseReturn(rank=self._rank, version=lease.version))
             return None
-        if relay != self.relay or self._wanted is None or lease.version < self._wanted:
+        if relay != self.relay or lease.version < self._wanted:
             raise ProtocolError(
                 f"rollout rank {self._rank}: relay rank {relay} lends version {lease.version}, "
                 f"asked for was {self._wanted} from rank {self.relay}"
@@ -73,19 +75,14 @@ class Puller:
         """Nobody wants the weights any more: give back what is here, or what is still on its way."""
         if self._lease is not None:
             self.loaded()
-        elif self._wanted is not None:
+        else:
             self._wanted = None
-            self._unwanted[self.relay] += 1
 
     def attach(self, relay: int) -> None:
         """Pull from `relay` from now on. A lease that was asked for is dropped; one that is here stays until `loaded`."""
         if self._lease is None:
             self.drop()
         self.relay = relay
-
-    def forget(self, relay: int) -> None:
-        """`relay` is gone: it answers nothing any more."""
-        self._unwanted.pop(relay, None)
 
 
 class LentMemory:
@@ -145,9 +142,7 @@ class Lender:
             if version is None:
                 still.append(request)
             else:
-                self._send_mail(request.rank, self._lease(version))
+                image = self._image
+                lease = Lease(version, image.path, image.offset_of(version), request.request)
+                self._send_mail(request.rank, lease)
         self._waiting = still
-
-    def _lease(self, version: int) -> Lease:
-        image = self._image
-        return Lease(version, image.path, image.offset_of(version))

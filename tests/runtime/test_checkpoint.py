@@ -100,6 +100,24 @@ def test_the_newest_ones_are_kept_whatever_attempt_wrote_them(tmp_path: Path) ->
     second.keeper.close()
 
 
+def test_one_that_was_passed_over_never_outlives_those_of_the_attempt_that_goes_on(tmp_path: Path) -> None:
+    """The first attempt's last one is damaged; the second goes on from the one before it, and has not come as far yet."""
+    first = Kept(tmp_path)
+    for step in (8, 12):
+        first.save(step)
+    first.keeper.close()
+    (tmp_path / "step-00000012.attempt-0" / "books.msgpack").write_bytes(b"")
+    saved, (wrong,) = newest_checkpoint(str(tmp_path))
+    assert (saved.manifest.step, "books.msgpack" in wrong) == (8, True)
+    second = Kept(tmp_path, attempt=1)
+    second.save(9)
+    second.save(10)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000009.attempt-1", "step-00000010.attempt-1"]
+    saved, wrong = newest_checkpoint(str(tmp_path))
+    assert (saved.manifest.step, wrong) == (10, [])
+    second.keeper.close()
+
+
 def test_what_is_not_complete_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path / "nowhere")) == (None, [])
     kept = Kept(tmp_path)

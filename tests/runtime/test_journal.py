@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.errors import ProtocolError
+from laminar_hpc.errors import EngineError
 from laminar_hpc.protocol.peer import TrainOn, WriteWeights
-from laminar_hpc.runtime.journal import Journal
+from laminar_hpc.runtime.journal import MOST_SAVES, Journal
 
 
 def train(step: int, minibatch: int = 0) -> TrainOn:
@@ -46,8 +46,23 @@ def test_a_run_that_goes_on_begins_with_its_checkpoint():
     journal = Journal(True, 7)
     journal.ask(train(8))
     assert [one.work for one in journal.since(7)] == [train(8)]
-    with pytest.raises(ProtocolError, match="trained after step 3 is not known, but what was after step 7"):
+    with pytest.raises(EngineError, match="cannot do again what came after step 3"):
         journal.since(3)
+
+
+def test_what_no_checkpoint_is_made_of_is_not_kept_for_ever():
+    """Step 1 is saved, and nothing for long; then there is a checkpoint again."""
+    journal = Journal(True, None)
+    journal.ask(train(1))
+    journal.save(1, None)
+    for step in range(2, 3 * MOST_SAVES):
+        journal.ask(train(step))
+        journal.save(step, 1)
+        assert len(journal._entries) <= 2 * MOST_SAVES
+    with pytest.raises(EngineError, match="cannot do again what came after step 1"):
+        journal.since(1)
+    journal.ask(train(99))
+    assert [one.work.step for one in journal.since(step)] == [99]
 
 
 def test_nothing_is_kept_where_there_are_no_checkpoints():
@@ -64,7 +79,8 @@ def test_whatever_was_committed_the_steps_after_it_are_all_there(data: st.DataOb
     for step in range(1, steps + 1):
         journal.ask(train(step)).told = True
         if step % every == 0:
-            newest = data.draw(st.sampled_from([newest, *(one for one in saved if one > (newest or 0))]))
+            later = [one for one in saved if one > (newest or 0)]
+            newest = data.draw(st.sampled_from([newest, *later] if len(later) < MOST_SAVES else later))
             journal.save(step, newest)
             saved.append(step)
     base = data.draw(st.sampled_from([newest, *(one for one in saved if one > (newest or 0))]))
