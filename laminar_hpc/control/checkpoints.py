@@ -57,7 +57,7 @@ class Checkpoints:
         if self.busy or step in (self.committed, self.tried):
             return []
         self._writing = self.tried = step
-        self._have_state, self._have_books, self._committing = set(), False, False
+        self._have_state, self._have_books = set(), False
         self.failed = ""
         return [Checkpoint(reason, step, self.committed)]
 

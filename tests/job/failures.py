@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import NamedTuple
 
-from laminar_command import Laminar, processes_of
+from laminar_command import Laminar, pid_of, writers_of
 
 from laminar_hpc.protocol.commands import Generate
 from laminar_hpc.protocol.events import Streamed
@@ -39,42 +38,13 @@ class Outcome(NamedTuple):
     trajectories: int
 
 
-def log_of(laminar: Laminar, rank: int, worker: str) -> Path:
-    (log,) = laminar.run_dir.glob(f"logs/rank-{rank:05d}.*.{worker}.log")
-    return log
-
-
-def workers_of(laminar: Laminar, rank: int, worker: str) -> list[int]:
-    """The processes that write to the log of a rank's worker, and are not the rank itself."""
-    log, found = str(log_of(laminar, rank, worker)), []
-    for pid in processes_of(laminar.run_dir):
-        try:
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
-        if log in links:
-            found.append(pid)
-    return found
-
-
-def pids_of(laminar: Laminar, rank: int) -> list[int]:
-    """The process of a rank."""
-    found = []
-    for pid in processes_of(laminar.run_dir):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"laminar_hpc.jobs.train" in command and b"OMPI_COMM_WORLD_RANK=%d" % rank in variables:
-            found.append(pid)
-    return found
-
-
 def strike(laminar: Laminar, kind: str, rank: int, worker: str | None, number: signal.Signals) -> Fault:
     """Send a signal to a rank, or to its worker."""
-    pids = pids_of(laminar, rank) if worker is None else workers_of(laminar, rank, worker)
-    assert pids, f"{kind}: no process of rank {rank}"
+    if worker is None:
+        pids = [pid_of(laminar.run_dir, rank)]
+    else:
+        (log,) = laminar.run_dir.glob(f"logs/rank-{rank:05d}.*.{worker}.log")
+        pids = writers_of(laminar.run_dir, log)
     at = time.time()
     for pid in pids:
         os.kill(pid, number)

@@ -105,6 +105,28 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
+def writers_of(run_dir: Path, log: Path) -> list[int]:
+    """The run's processes that have this file open; AssertionError where there is none."""
+    found = []
+    for pid in processes_of(run_dir):
+        with contextlib.suppress(OSError):
+            if str(log) in [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]:
+                found.append(pid)
+    assert found, f"no process writes to {log}"
+    return found
+
+
+def pid_of(run_dir: Path, rank: int) -> int:
+    """The process of a rank, found by the number that Open MPI gave it; AssertionError where there is none."""
+    for pid in processes_of(run_dir):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if b"laminar_hpc.jobs.train" in command and b"OMPI_COMM_WORLD_RANK=%d" % rank in variables:
+                return pid
+    raise AssertionError(f"no process is rank {rank}")
+
+
 def wait_until(condition: object, deadline_s: float, what: str) -> float:
     """Seconds until `condition()` holds; the test fails after `deadline_s`."""
     begun = time.monotonic()

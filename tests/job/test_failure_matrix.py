@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from failures import Fault, Outcome, noticed, opened, outcome, pids_of, strike, table
-from laminar_command import Laminar, processes_of, shared_memory, wait_until
+from failures import Fault, Outcome, noticed, opened, outcome, strike, table
+from laminar_command import Laminar, pid_of, processes_of, shared_memory, wait_until
 from test_interrupt import all_gone, descendants, mpiexec_of, status_of
 
 from laminar_hpc.analysis.checks import Result, run_checks
@@ -173,8 +173,7 @@ def test_losses_that_begin_another_attempt(laminar: Laminar, repetition: int) ->
         print(f"\n{kind}: {took_s:.1f} s until a step of the next attempt")
 
     def signal_rank(rank: int, number: signal.Signals) -> None:
-        for pid in pids_of(laminar, rank):
-            os.kill(pid, number)
+        os.kill(pid_of(laminar.run_dir, rank), number)
 
     def kill_node() -> None:
         """Everything that the job has on this machine, its launcher included."""
@@ -231,8 +230,7 @@ def test_ten_minutes_of_chaos(laminar: Laminar) -> None:
     while (passed_s := time.monotonic() - begun_s) < 600.0:
         if passed_s > 200.0 * (job.attempt() + 1):
             attempt = job.attempt()
-            for pid in pids_of(laminar, manager):
-                os.kill(pid, KILL)
+            os.kill(pid_of(laminar.run_dir, manager), KILL)
             job.at_work(rollouts=4, attempt=attempt + 1)
             spared = job.ranks("relay")
         kind = job.random.choice(["engine", "engine", "task", "worker", "relay"])

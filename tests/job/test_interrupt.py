@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from laminar_command import Laminar, processes_of, shared_memory, wait_until
+from laminar_command import Laminar, pid_of, processes_of, shared_memory, wait_until, writers_of
 
 from laminar_hpc.analysis.checks import Result, run_checks
 from laminar_hpc.record.reader import open_run
@@ -157,13 +157,7 @@ def test_a_killed_manager_ends_the_job(laminar: Laminar) -> None:
 def worker_pid(laminar: Laminar, worker: str) -> int:
     """A worker process, found by the log that it writes to."""
     (log, *_) = sorted(laminar.run_dir.glob(f"logs/*.{worker}.log"))
-    for pid in processes_of(laminar.run_dir):
-        links = []
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            links.append(os.readlink(link))
-        if str(log) in links:
-            return pid
-    raise AssertionError(f"no process writes to {log}")
+    return writers_of(laminar.run_dir, log)[0]
 
 
 def test_a_killed_engine_comes_back_and_an_interrupt_ends_everything_in_order(laminar: Laminar) -> None:
@@ -217,20 +211,10 @@ def test_a_stall_names_who_waits_for_whom(laminar: Laminar) -> None:
     assert len(open_run(str(laminar.run_dir)).table("waits")) == 4
 
 
-def driver_pid(laminar: Laminar, rank: int) -> int:
-    """The process of a rank, found by the number that Open MPI gave it."""
-    for pid in processes_of(laminar.run_dir):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if b"laminar_hpc.jobs.train" in command and b"OMPI_COMM_WORLD_RANK=%d" % rank in variables:
-            return pid
-    raise AssertionError(f"no process is rank {rank}")
-
-
 def test_a_rollout_that_says_nothing_is_gone_around_until_it_speaks_again(laminar: Laminar) -> None:
     before = shared_memory()
     command = training(laminar, job={"heartbeat_s": 0.5, "silence_timeout_s": 3})
-    rollout = driver_pid(laminar, rank=4)
+    rollout = pid_of(laminar.run_dir, rank=4)
     os.kill(rollout, signal.SIGSTOP)
 
     def lost() -> bool:
@@ -260,7 +244,7 @@ def test_the_last_relay_may_be_held_up_for_longer_than_one_that_can_be_gone_arou
         phases = open_run(str(laminar.run_dir)).table("phases")
         return float(phases[phases["rank"] == 0]["time_s"].max(initial=0.0))
 
-    relay, stopped_s = driver_pid(laminar, rank=1), recorded_s()
+    relay, stopped_s = pid_of(laminar.run_dir, rank=1), recorded_s()
     os.kill(relay, signal.SIGSTOP)
     wait_until(lambda: recorded_s() > stopped_s + 5.0, 60.0, "five times the bound, by the clock of the manager")
     os.kill(relay, signal.SIGCONT)

@@ -9,8 +9,8 @@ import subprocess
 import msgspec
 import numpy as np
 import pytest
-from laminar_command import Laminar, processes_of, shared_memory, wait_until
-from test_interrupt import GONE_S, all_gone, descendants, driver_pid, mpiexec_of, status_of, worker_pid
+from laminar_command import Laminar, pid_of, processes_of, shared_memory, wait_until
+from test_interrupt import GONE_S, all_gone, descendants, mpiexec_of, status_of, worker_pid
 
 from laminar_hpc.analysis.checks import Result, run_checks
 from laminar_hpc.control.controller import Controller
@@ -91,7 +91,7 @@ def test_a_job_that_fails_is_started_again_from_its_checkpoint(laminar: Laminar)
         return status is not None and status.attempt == 1 and status.step >= 3
 
     wait_until(goes_on, 400.0, "a step of the second attempt")
-    os.kill(driver_pid(laminar, rank=2), signal.SIGKILL)
+    os.kill(pid_of(laminar.run_dir, rank=2), signal.SIGKILL)
     output, errors = command.communicate(timeout=400.0)
     assert command.returncode == 0, output + errors
     assert "starting again, 1 of at most 3 times: it has failed" in output

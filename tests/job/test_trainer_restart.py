@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laminar_command import Laminar, processes_of, shared_memory
+from laminar_command import Laminar, processes_of, shared_memory, writers_of
 from safetensors.numpy import load_file
 from test_resume import after_step, consumed, replayed
 
@@ -36,10 +36,7 @@ def sections(mode: str, steps: int) -> dict[str, dict[str, object]]:
 def worker_of(laminar: Laminar, trainer: int) -> int:
     """The process of a trainer's worker, found by the log that it writes to."""
     log = sorted(laminar.run_dir.glob("logs/*.trainer.worker.log"))[trainer]
-    for pid in processes_of(laminar.run_dir):
-        if str(log) in [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]:
-            return pid
-    raise AssertionError(f"no process writes to {log}")
+    return writers_of(laminar.run_dir, log)[0]
 
 
 def complete(laminar: Laminar, steps: int, losses: int) -> Run:
