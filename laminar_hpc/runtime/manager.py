@@ -239,6 +239,8 @@ class ManagerLoop:
             case Checkpoint():
                 self._save(command)
             case Commit():
+                if self._recorded is not None:
+                    self._recorded.flush()
                 self._keeper.commit(command.step)
             case Abandon():
                 say(f"no checkpoint of step {command.step}: {command.reason}", error=True)

@@ -144,6 +144,10 @@ class ManagerRecord:
             self._publication(version, b"")
         if command.outcome != "finished":
             self._writer.add("failures", time_s=now, rank=None, text=f"{command.outcome}: {command.reason}")
+        self.flush()
+
+    def flush(self) -> None:
+        """Before a checkpoint counts: what goes on from it has all that led to it on record, also after a kill."""
         self._writer.flush()
 
     def tokens(self, blocks: list[Block]) -> None:

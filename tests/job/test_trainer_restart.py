@@ -19,15 +19,15 @@ from laminar_hpc.record.schema import ALL_PHASES
 pytestmark = pytest.mark.job
 
 
-def sections(mode: str, steps: int) -> dict[str, dict[str, object]]:
-    """Two trainers, a checkpoint after every third step."""
+def sections(mode: str, steps: int, every: int = 3) -> dict[str, dict[str, object]]:
+    """Two trainers, a checkpoint after every so many steps."""
     return {
         "job": {"rollouts": 2, "trainers": 2, "relaunches": 0},
         "rollout": {"temperature": 1.0},
         "batch": {"prompts": 4, "group_size": 2, "minibatches": 2},
         "control": {"mode": mode, "steps": steps},
         "trainer": {"learning_rate": 1e-3, "weight_decay": 0.1, "timeout_s": 5},
-        "checkpoint": {"every": 3},
+        "checkpoint": {"every": every},
         "record": {"tokens": True},
         "evaluation": {"every": 0},
     }
@@ -54,13 +54,13 @@ def complete(laminar: Laminar, steps: int, losses: int) -> Run:
 
 def test_training_goes_on_where_it_was(laminar: Laminar) -> None:
     before = shared_memory()
-    command = laminar.start("run", laminar.config(**sections("laminar", 8)))
-    after_step(laminar, command, 4)
+    command = laminar.start("run", laminar.config(**sections("laminar", steps=24, every=12)))
+    after_step(laminar, command, 13)  # told once a second, so that a few more may be done, but not the next checkpoint
     os.kill(worker_of(laminar, 1), signal.SIGKILL)
     output, errors = command.communicate(timeout=400.0)
     assert command.returncode == 0, output + errors
     assert "has lost its worker, all begin again with step" in output
-    run = complete(laminar, 8, losses=1)
+    run = complete(laminar, 24, losses=1)
     assert ALL_PHASES.index("repeat") in run.table("phases")["phase"]
     replayed(run, 0)
     assert shared_memory() <= before
