@@ -5,8 +5,8 @@
          -> none (`Abandon`: a part could not be written; the job goes on)
 
 Invariants: one checkpoint at a time; one whose turn has come while another is written is left out, and the next one is made
-when its turn comes. None is begun twice for one step, so what is said of a step is said of one checkpoint. A step is
-committed once every part of its checkpoint, or of a later one, is on disk.
+when its turn comes. None is begun twice for one step, but where the trainers' workers were lost meanwhile: their numbers tell
+the parts apart. A step is committed once every part of its checkpoint, or of a later one, is on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Checkpoints:
         self.committed: int | None = None
         """The step of the newest checkpoint that counts (None: there is none)."""
         self.tried: int | None = None
-        """The step of the last one that was begun."""
+        """The step of the last one that was begun (None: none was, or its writers are gone)."""
         self.failed = ""
         """Why the last one that was begun could not be made ("": it could, or is still being made)."""
 
@@ -93,6 +93,7 @@ class Checkpoints:
         """The trainers' workers are gone, and with them the parts that they had not written."""
         if self._writing is None or self._committing:
             return []
+        self.tried = None  # a job that is to stop with it makes it again
         return self._abandon("the trainers' workers are started again")
 
     def _commit(self) -> list[Command]:

@@ -21,13 +21,13 @@ class Recovery:
         self._settings = settings
         self._checkpoints = checkpoints
         self._limit = RestartLimit(settings.worker_restarts)
-        self._worker = 0
+        self.worker = 0
         """The number of the workers that are listened to."""
         self._waiting: RankLost | None = None
 
     def lost(self, event: RankLost, now: float) -> list[Command] | str:
         """A worker is lost: what follows, or why the job cannot go on."""
-        if event.incarnation < self._worker:
+        if event.incarnation < self.worker:
             return []  # all workers are being replaced already
         if self._checkpoints.committing:
             self._waiting = self._waiting or event  # until it is known which checkpoint is the newest one, and stays
@@ -49,8 +49,8 @@ class Recovery:
         if delay_s is None:
             most = self._limit.most
             return f"{lost}; that is loss {most + 1} within {WINDOW_S:.0f} s, job.worker_restarts allows {most}"
-        self._worker += 1
+        self.worker += 1
         begins = "the model" if self._checkpoints.committed is None else f"step {self._checkpoints.committed}"
         reason = f"rank {event.rank} (trainer) has lost its worker, all begin again with {begins}"
-        restart = RestartTrainers(reason, self._worker, self._checkpoints.committed, delay_s)
+        restart = RestartTrainers(reason, self.worker, self._checkpoints.committed, delay_s)
         return [*self._checkpoints.trainers_restart(), restart]

@@ -18,6 +18,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 
 from laminar_hpc.errors import ConfigError
 
@@ -33,6 +34,9 @@ BURST = "128kb"
 
 LATENCY = "20ms"
 """How long a packet may wait for the limited link before it is dropped."""
+
+LINKS_UP_S = 10.0
+LOOK_S = 0.05
 
 _HOST = re.compile(r"laminar-(\d+)-(\d+)")
 _BRIDGE = re.compile(r"lb(\d+)-\d")
@@ -106,10 +110,13 @@ class Hosts:
         return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": ",".join(f"eth{card}" for card in self._cards)}
 
     def clear(self) -> None:
-        """End all processes on the hosts, and plug all links in again."""
+        """End all processes on the hosts, and plug all links in again; ConfigError where they do not come up."""
         _end_processes(self.names)
         for host in range(len(self.names)):
             self.set_link(host, up=True)
+        self._await_links()
+        for name in self.names:  # what it could not reach while the link was down it would not try again at once
+            _run("ip", "-n", name, "neigh", "flush", "all")
 
     def remove(self) -> None:
         """Take everything away; what is not there is no error."""
@@ -137,6 +144,15 @@ class Hosts:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(_AGENT)
         os.chmod(self._agent, stat.S_IRWXU)
+        self._await_links()
+
+    def _await_links(self) -> None:
+        """The kernel takes up to a second to notice that a card is plugged in, and lets nothing pass until then."""
+        deadline_s = time.monotonic() + LINKS_UP_S
+        while down := [name for name in self.names if not _is_up(name, len(self._cards))]:
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"hosts: the links of {', '.join(down)} do not come up within {LINKS_UP_S:g} s")
+            time.sleep(LOOK_S)
 
     def _plug_in(self, owner: int, host: int, card: int) -> None:
         name, here, there = self.names[host], f"eth{card}", _veth(owner, host, card)
@@ -174,6 +190,12 @@ def remove_leftovers() -> None:
     for owner, names in owners.items():
         if not os.path.exists(f"/proc/{owner}"):
             _remove(owner, names)
+
+
+def _is_up(name: str, cards: int) -> bool:
+    """Whether the kernel has noticed that all cards of a host are plugged in."""
+    lines = [line.split() for line in _run("ip", "-n", name, "-brief", "link", "show").splitlines()]
+    return sum(words[0].startswith("eth") and words[1] == "UP" for words in lines) == cards
 
 
 def _end_processes(names: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -52,6 +53,21 @@ class KeptMappings:
             self._prepare(memory)
             self._mapped[offset, nbytes] = memory
         return self._mapped[offset, nbytes]
+
+
+def still_lent(path: str, stamp_offset: int, stamp: int) -> bool:
+    """Whether what was read under a lease was not written over meanwhile: its stamp (weights/image.py) is what it was.
+
+    A lender takes a lease back from a reader that counts as gone, and cannot know whether it still reads. OSError where the
+    file is gone.
+    """
+    if not stamp_offset:
+        return True
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int.from_bytes(os.pread(fd, 8, stamp_offset), sys.byteorder) == stamp
+    finally:
+        os.close(fd)
 
 
 def map_for_good(path: str) -> NDArray[np.uint8]:

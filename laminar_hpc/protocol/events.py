@@ -181,7 +181,8 @@ class Repeated(RankEvent, frozen=True):
 class StateWritten(RankEvent, frozen=True):
     """A trainer's state after `step` is on the disk, `nbytes` bytes, `seconds` after its worker was asked for it.
 
-    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still.
+    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still, `worker` its number:
+    how often the trainers' workers had been started again.
     """
 
     step: int
@@ -189,6 +190,7 @@ class StateWritten(RankEvent, frozen=True):
     nbytes: int
     error: str = ""
     stall_s: float = 0.0
+    worker: int = 0
 
 
 class RankLost(RankEvent, frozen=True):

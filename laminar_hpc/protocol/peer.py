@@ -198,7 +198,12 @@ class Lost(Message, frozen=True):
 
 
 class StartOver(Message, frozen=True):
-    """A rollout was taken for lost, since it had said nothing for too long: it begins anew, as another incarnation."""
+    """A rollout was taken for lost, since it had said nothing for too long: it begins anew, as another incarnation.
+
+    `epoch` is that of its loss: what it asks of relays from now on carries it.
+    """
+
+    epoch: int
 
 
 class Readmitted(Message, frozen=True):
@@ -232,24 +237,31 @@ class LinkMeasured(Message, frozen=True):
 
 
 class LeaseRequest(Message, frozen=True):
-    """A rollout asks a relay for the newest image, `version` at least; `request` comes back with the answer."""
+    """A rollout asks a relay for the newest image, `version` at least; `request` comes back with the answer.
+
+    `epoch` is that of the rollout's own last loss (`StartOver`), 0 at first.
+    """
 
     rank: int
     version: int
     request: int = 0
+    epoch: int = 0
 
 
 class Lease(Message, frozen=True):
     """A relay lends the image of `version`: the bytes from `offset` on in the memory at `path`, not written until given back.
 
     A rollout on another node cannot map that memory; it asks for the chunks instead, and gives the lease back when it has
-    them all. `request` is that of the `LeaseRequest` which this answers.
+    them all. `request` is that of the `LeaseRequest` which this answers. The eight bytes at `stamp_offset` are the number
+    `stamp` for as long as the image has not been written over; 0 and 0 where it never is.
     """
 
     version: int
     path: str
     offset: int
     request: int = 0
+    stamp_offset: int = 0
+    stamp: int = 0
 
 
 class LeaseReturn(Message, frozen=True):

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from laminar_hpc.config.schema import Config
-from laminar_hpc.errors import ProtocolError
+from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.process.channel import Channel, wait_any
+from laminar_hpc.process.memory import still_lent
 from laminar_hpc.protocol.peer import (
     AbortTrajectories,
     AddTrajectory,
@@ -195,6 +196,8 @@ class EngineWorker:
         began_s = time.perf_counter()
         lease = message.lease
         self.engine.load(lease.version, self._manifest, lease)
+        if not still_lent(lease.path, lease.stamp_offset, lease.stamp):
+            raise EngineError(f"the weights of version {lease.version} were written over while they were loaded")
         self._version = lease.version
         digest = b""
         if self._config.weights.verify:

@@ -356,7 +356,7 @@ class ManagerLoop:
             return
         if self._rank.placements[source].role is Role.ROLLOUT:
             self._silent.discard(source)
-            self._rank.mail.send(source, StartOver())
+            self._rank.mail.send(source, StartOver(self._epoch_of[source]))
         else:
             self._decide(RankHeard(source, self._controller.incarnation_of(source)), now)
 
@@ -369,10 +369,6 @@ class ManagerLoop:
             self._beats.pop(rank, None)
             self._silent.discard(rank)
             self._lose(rank, "its process is gone", now)
-            if self._rank.placements[rank].role is Role.ROLLOUT:
-                self._epoch += 1
-                for relay in self._rank.ranks_of(Role.RELAY):
-                    self._rank.mail.send(relay, Lost(rank, self._epoch))
         rollouts = self._rank.ranks_of(Role.ROLLOUT)
         if (self._left | self._silent).issuperset(rollouts):
             self._decide(JobFailed("failed", f"no rollout is left: ranks {rollouts} are gone, or say nothing"), now)
@@ -403,6 +399,11 @@ class ManagerLoop:
     def _lose(self, rank: int, reason: str, now: float) -> None:
         role, incarnation = self._rank.placements[rank].role.value, self._controller.incarnation_of(rank)
         self._decide(RankLost(rank, incarnation, f"{self._name(rank)}: {reason}", role), now)
+        if role == Role.ROLLOUT.value:  # of relays the controller says who has to know
+            self._epoch += 1
+            self._epoch_of[rank] = self._epoch
+            for relay in self._rank.ranks_of(Role.RELAY):
+                self._rank.mail.send(relay, Lost(rank, self._epoch))
 
     def _name(self, rank: int) -> str:
         placement = self._rank.placements[rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from laminar_hpc.errors import PeerLost, ProtocolError
 from laminar_hpc.mpi.transport import Transport, build_transport
+from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.commands import Broadcast, Drop
 from laminar_hpc.protocol.events import LinkStalled, RelayHolds, RelayReady
@@ -60,7 +61,7 @@ class RelayLoop:
             case ProbeRequest():
                 self._probes.serve(message)
             case Readmitted():
-                self._begin_anew(message, now)
+                self._begin_anew(message)
             case Lost():
                 self._forget(message)
             case _ if self._forwarder is None:
@@ -144,7 +145,7 @@ class RelayLoop:
         self._transport.forget(lost.rank)
         if self._forwarder is not None and self._lender is not None:
             self._forwarder.forget(lost.rank, lost.epoch)
-            self._lender.drop(lost.rank)
+            self._lender.drop(lost.rank, lost.epoch)
 
     def _begin(self, now: float) -> None:
         assert self._layout is not None
@@ -164,12 +165,14 @@ class RelayLoop:
         for source, message in early:
             self._weights(source, message, now)
 
-    def _begin_anew(self, message: Readmitted, now: float) -> None:
+    def _begin_anew(self, message: Readmitted) -> None:
         """The others have gone on without this relay: what it has and what it asked for is void."""
         self._incarnation, self._epoch = message.incarnation, message.epoch
-        if self._forwarder is not None:
-            self._forwarder.close()
-            self._begin(now)
+        if self._forwarder is not None and self._lender is not None:
+            rank = self._rank
+            on_node = {other for other in rank.ranks_of(Role.ROLLOUT) if rank.placements[other].node == rank.me.node}
+            self._forwarder.begin_anew(self._epoch, on_node)
+            self._lender.begin_anew()
         self._say_ready()
 
     def _say_ready(self) -> None:

@@ -119,6 +119,7 @@ class RolloutLoop:
             case StartOver():
                 if self._layout is not None:
                     self._lost_engine("its rank was taken for lost, and begins anew", now)
+                self._weights.start_over(message.epoch)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 

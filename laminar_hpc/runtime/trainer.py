@@ -292,6 +292,7 @@ class TrainerLoop:
         self._starts = command.worker
         resume = None if command.step is None else Resume(command.directory, command.step)
         self._again = deque(self._journal.since(command.step))
+        self._work = deque(work for work in self._work if not isinstance(work, Checkpoint))  # given up with the worker
         self._next_start = _Start(now + command.delay_s, resume)
 
     def _end_worker(self) -> None:
@@ -407,6 +408,7 @@ class TrainerLoop:
                 nbytes=message.nbytes,
                 error=message.error,
                 stall_s=message.stall_s,
+                worker=self._starts,
             )
         )
 

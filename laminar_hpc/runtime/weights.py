@@ -42,6 +42,7 @@ class WeightsDesk:
         self._version = -1  # what the engine was last told to load
         self._wanted = self._held = -1
         self._again: int | None = None
+        self._epoch = 0  # of its own last loss
         self._asked_at: float | None = None
         self._lent_at = self._loading_at = 0.0
 
@@ -154,6 +155,13 @@ class WeightsDesk:
             self._transport.forget(rank)
             self._remote.forget(rank, epoch)
 
+    def start_over(self, epoch: int) -> None:
+        """The relays have taken this rank for gone, by the loss of this epoch; call it after `drop`."""
+        self._epoch = epoch
+        self._puller.start_over(epoch)
+        if self._remote is not None:
+            self._remote.start_over(epoch)
+
     def close(self) -> None:
         """Give up what memory there is."""
         if self._remote is not None:
@@ -175,7 +183,12 @@ class WeightsDesk:
         if self._remote is None:
             self._transport = build_transport(weights.transport, rank.world)
             self._remote = RemoteImage(
-                self._transport, self._layout, rank.mail.send, window=weights.window, verify=weights.verify
+                self._transport,
+                self._layout,
+                rank.mail.send,
+                window=weights.window,
+                verify=weights.verify,
+                epoch=self._epoch,
             )
         self._remote.begin(relay, version, now)
 

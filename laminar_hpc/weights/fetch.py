@@ -178,6 +178,12 @@ class Fetch:
             self._leave_behind(asked)
         self._to_ask.clear()
 
+    def cancel(self) -> None:
+        """Stop, and take back what has been asked for: those who were asked will not answer."""
+        self.stop()
+        for asked in self._left_behind:
+            asked.transfer.cancel()
+
     @property
     def quiet(self) -> bool:
         """Whether nobody writes to the buffer any more. Only then may it be used for something else."""

@@ -20,7 +20,7 @@ alone. The leases of a rank that is lost are void.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from laminar_hpc.errors import ProtocolError
@@ -163,6 +163,23 @@ class Forwarder:
             fetch.forget(rank)
         if self._fetch is not None:
             self._fetch.forget(rank)
+
+    def begin_anew(self, epoch: int, readers: Collection[int]) -> None:
+        """The others have gone on without this rank, by the loss of this epoch: what it has and what it asked for is void.
+
+        The memory stays, and what `readers`, the rollouts that map it, have leased of it stays until they give it back.
+        """
+        if self._fetch is not None:
+            self._fetch.stop()
+            self.image.drop(self._fetch.version)
+            self._leave(self._fetch)
+        for fetch in self._stopped:
+            fetch.cancel()
+        self._now = self._next = None
+        self._told = -1
+        self._epochs = defaultdict(lambda: epoch)
+        self._server.begin_anew()
+        self.image.void({self._transport.rank, *readers})
 
     def stalled_on(self, now: float, timeout_s: float) -> tuple[int, int] | None:
         """Version and source of a fetch in which nothing has come for `timeout_s`, once in that time."""

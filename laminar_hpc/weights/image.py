@@ -13,12 +13,17 @@ import fcntl
 import mmap
 import os
 from collections import Counter
+from collections.abc import Collection
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.errors import ProtocolError
+from laminar_hpc.protocol.peer import Lease
+
+STAMP_BYTES = 8
+"""Of the number behind the slots, one for each of them, that counts how often the slot was begun to be filled."""
 
 
 class SlotState(str, Enum):
@@ -31,7 +36,8 @@ class SlotState(str, Enum):
 
 
 class _Slot:
-    def __init__(self, offset: int) -> None:
+    def __init__(self, index: int, offset: int) -> None:
+        self.index = index
         self.offset = offset
         self.clear()
 
@@ -59,6 +65,9 @@ class Image:
        READY slot becomes EMPTY only in `begin_fill`, for want of an empty one, and only without leases and when a newer
        version is READY; a DROPPED one there too, without leases.
     3. So whoever leased a version sees that version's bytes alone until it gives the lease back, and `newest` never sinks.
+       But a lease may be taken back from a borrower that counts as gone (`drop_borrower`, `void`) and may be reading all the
+       same. Behind the slots each of them has a stamp, which changes before its bytes do: a reader that finds the stamp of
+       its lease afterwards has read that version (`process.memory.still_lent`).
 
     For example with 2 slots: version 1 is READY and leased, 2 becomes READY. Now `begin_fill(3)` gives None until the lease
     of 1 is back, then takes 1's slot; 2 stays until 3 is READY.
@@ -70,8 +79,10 @@ class Image:
         self.slot_bytes = slot_bytes
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self._fd: int | None = fd
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mmap.mmap(fd, stride * slots), dtype=np.uint8)
-        self._slots = [_Slot(stride * index) for index in range(slots)]
+        whole = np.frombuffer(mmap.mmap(fd, stride * slots + _page_aligned(slots * STAMP_BYTES)), dtype=np.uint8)
+        self._bytes: NDArray[np.uint8] | None = whole
+        self._stamps_offset = stride * slots
+        self._slots = [_Slot(index, stride * index) for index in range(slots)]
 
     @classmethod
     def create(cls, slot_bytes: int, slots: int) -> Image:
@@ -82,7 +93,7 @@ class Image:
             )
         fd = os.memfd_create("laminar-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, _page_aligned(slot_bytes) * slots)
+        os.ftruncate(fd, _page_aligned(slot_bytes) * slots + _page_aligned(slots * STAMP_BYTES))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(fd, slot_bytes, slots)
 
@@ -103,6 +114,7 @@ class Image:
         if slot is None:
             return None
         slot.clear()
+        self._stamps[slot.index] += 1
         slot.state, slot.version = SlotState.FILLING, version
         return self._view(slot)
 
@@ -161,6 +173,13 @@ class Image:
         for slot in self._slots:
             slot.leases.pop(borrower, None)
 
+    def void(self, readers: Collection[int]) -> None:
+        """Give up all versions, and take back all leases but those of `readers`; what they read stays until they give it back."""
+        for slot in self._slots:
+            if slot.version is not None:
+                slot.state = SlotState.DROPPED
+                slot.leases = Counter({rank: count for rank, count in slot.leases.items() if rank in readers})
+
     def leases(self, version: int) -> int:
         """How many leases of `version` are out."""
         return self._slot(version).leases.total()
@@ -175,9 +194,7 @@ class Image:
     @property
     def memory(self) -> NDArray[np.uint8]:
         """All slots' bytes (uint8), for a transport to register."""
-        if self._bytes is None:
-            raise ProtocolError("image: used after it was closed")
-        return self._bytes
+        return self._whole()[: self._stamps_offset]
 
     @property
     def versions(self) -> list[int]:
@@ -188,6 +205,12 @@ class Image:
     def bytes_of(self, version: int) -> NDArray[np.uint8]:
         """The bytes of `version`, complete or not (uint8, `slot_bytes` long)."""
         return self._view(self._slot(version))
+
+    def lent(self, version: int, request: int = 0) -> Lease:
+        """What a reader of `version` needs to know; `request` is the number of what asked for it."""
+        slot = self._slot(version)
+        stamp_offset = self._stamps_offset + STAMP_BYTES * slot.index
+        return Lease(version, self.path, slot.offset, request, stamp_offset, int(self._stamps[slot.index]))
 
     def offset_of(self, version: int) -> int:
         """Where the bytes of `version` begin in the memory at `path`."""
@@ -222,6 +245,15 @@ class Image:
             return empty
         retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.leases]
         return min(retirable, key=lambda slot: slot.version or 0, default=None)
+
+    def _whole(self) -> NDArray[np.uint8]:
+        if self._bytes is None:
+            raise ProtocolError("image: used after it was closed")
+        return self._bytes
+
+    @property
+    def _stamps(self) -> NDArray[np.uint64]:
+        return self._whole()[self._stamps_offset :].view(np.uint64)
 
     def _view(self, slot: _Slot) -> NDArray[np.uint8]:
         return self.memory[slot.offset : slot.offset + self.slot_bytes]

@@ -27,7 +27,7 @@ class Puller:
         self._wanted: int | None = None
         self._lease: Lease | None = None
         self._lender = relay
-        self._requests = 0
+        self._requests = self._epoch = 0
 
     @property
     def waiting_for(self) -> str:
@@ -45,7 +45,7 @@ class Puller:
             raise ProtocolError(f"rollout rank {self._rank}: asks for version {version} in the middle of a pull")
         self._wanted = version
         self._requests += 1
-        self._send_mail(self.relay, LeaseRequest(rank=self._rank, version=version, request=self._requests))
+        self._send_mail(self.relay, LeaseRequest(self._rank, version, self._requests, self._epoch))
 
     def lent(self, relay: int, lease: Lease) -> Lease | None:
         """The relay's answer: the lease to load from, or None where it was asked for before `drop` or `attach`.
@@ -77,6 +77,11 @@ class Puller:
             self.loaded()
         else:
             self._wanted = None
+
+    def start_over(self, epoch: int) -> None:
+        """The relays have taken this rank for gone, by the loss of this epoch; what it has of them may be written over."""
+        self.drop()
+        self._epoch = epoch
 
     def attach(self, relay: int) -> None:
         """Pull from `relay` from now on. A lease that was asked for is dropped; one that is here stays until `loaded`."""
@@ -113,11 +118,11 @@ class Lender:
         self._image = image
         self._send_mail = send_mail
         self._waiting: list[LeaseRequest] = []
-        self._gone: set[int] = set()
+        self._epochs: dict[int, int] = {}  # of rollouts that were lost: what they asked for earlier is void
 
     def asked(self, request: LeaseRequest) -> None:
         """Answer `request` at the next `poll` at which a version new enough is complete."""
-        if request.rank not in self._gone:  # the last words of a rank may come after the news of its death
+        if request.epoch >= self._epochs.get(request.rank, 0):  # last words may come after the news of a death
             self._waiting.append(request)
 
     def returned(self, message: LeaseReturn) -> None:
@@ -128,11 +133,15 @@ class Lender:
         if self._image.has_lent(message.rank, message.version):
             self._image.give_back(message.rank, message.version)
 
-    def drop(self, rank: int) -> None:
-        """`rank` is gone: its requests and leases go with it. A rollout's rank never comes back."""
-        self._gone.add(rank)
-        self._waiting = [request for request in self._waiting if request.rank != rank]
+    def drop(self, rank: int, epoch: int) -> None:
+        """`rank` is gone, by the loss of this epoch: its leases, and what it had asked for by then, go with it."""
+        self._epochs[rank] = epoch
+        self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
+
+    def begin_anew(self) -> None:
+        """This relay counts as gone itself: whoever has asked it asks another one."""
+        self._waiting.clear()
 
     def poll(self) -> None:
         """Lend what can be lent."""
@@ -142,7 +151,5 @@ class Lender:
             if version is None:
                 still.append(request)
             else:
-                image = self._image
-                lease = Lease(version, image.path, image.offset_of(version), request.request)
-                self._send_mail(request.rank, lease)
+                self._send_mail(request.rank, self._image.lent(version, request.request))
         self._waiting = still

@@ -19,7 +19,10 @@ SLOTS = 2
 class RemoteImage:
     """Versions fetched from other nodes, one at a time: idle > `begin` > fetching > (`poll` gives a lease) > `done` > idle."""
 
-    def __init__(self, transport: Transport, layout: Layout, send_mail: SendMail, *, window: int, verify: bool) -> None:
+    def __init__(
+        self, transport: Transport, layout: Layout, send_mail: SendMail, *, window: int, verify: bool, epoch: int = 0
+    ) -> None:
+        """`epoch` is that of its own last loss, `window` and `verify` as in the config's section `weights`."""
         self._transport = transport
         self._layout = layout
         self._send_mail = send_mail
@@ -28,7 +31,7 @@ class RemoteImage:
         self._image: Image | None = None  # no memory is taken where none is needed
         self._fetch: Fetch | None = None
         self._stopped: list[Fetch] = []
-        self._epochs: defaultdict[int, int] = defaultdict(int)
+        self._epochs: defaultdict[int, int] = defaultdict(lambda: epoch)
         self._wanted: tuple[int, int] | None = None
         self._ready: int | None = None
 
@@ -67,7 +70,7 @@ class RemoteImage:
         if version is None:
             return None
         self._image.hold(self._transport.rank, version)
-        return Lease(version, self._image.path, self._image.offset_of(version))
+        return self._image.lent(version)
 
     def done(self, version: int) -> None:
         """The worker has loaded `version`, or is gone."""
@@ -99,6 +102,13 @@ class RemoteImage:
         self._epochs[rank] = epoch
         for fetch in [*self._stopped, *([self._fetch] if self._fetch is not None else [])]:
             fetch.forget(rank)
+
+    def start_over(self, epoch: int) -> None:
+        """The others have taken this rank for gone, by the loss of this epoch: what it had asked of them never comes."""
+        self.drop()
+        for fetch in self._stopped:
+            fetch.cancel()
+        self._epochs = defaultdict(lambda: epoch)
 
     def close(self) -> None:
         """Give the memory up."""

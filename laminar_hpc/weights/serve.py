@@ -78,6 +78,10 @@ class ChunkServer:
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 
+    def begin_anew(self) -> None:
+        """This rank counts as gone itself: whoever has asked it asks another one. Sends under way end by themselves."""
+        self._waiting.clear()
+
     def poll(self) -> bool:
         """Take note of sends that are done, and begin those that can be; whether there were any."""
         moved = False
@@ -101,7 +105,7 @@ class ChunkServer:
         state = self._image.state(version)
         if state is SlotState.READY or (state is SlotState.FILLING and self._holdings.written(version, chunk)):
             self._send(request)
-        elif state is SlotState.DROPPED or (state is SlotState.EMPTY and not self._holdings.will_come(version)):
+        elif state in (SlotState.DROPPED, SlotState.EMPTY) and not self._holdings.will_come(version):
             self._send_mail(request.rank, ChunkGone(self._transport.rank, version, chunk))
         else:
             self._waiting.append(request)

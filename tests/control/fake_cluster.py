@@ -167,6 +167,8 @@ class FakeCluster:
                 del self.books[command.step]
             case RestartTrainers():
                 self.worker = command.worker
+                for trainer in self.trainers:
+                    trainer.queue = deque(each for each in trainer.queue if not isinstance(each, Checkpoint))
                 saved = None if self.committed is None else msgspec.msgpack.decode(self.committed, type=Snapshot).step
                 assert command.step == saved, "the newest checkpoint is what they begin with"
             case Train() | Publish():
@@ -222,7 +224,7 @@ class FakeCluster:
             return TrainerReady(trainer.rank, 0, trainer.index)
         command = trainer.queue.popleft()
         if isinstance(command, Checkpoint):
-            return StateWritten(trainer.rank, 0, command.step, 1.0, 100, self._disk())
+            return StateWritten(trainer.rank, 0, command.step, 1.0, 100, self._disk(), worker=self.worker)
         if isinstance(command, Publish):
             assert len(trainer.kept) <= 2, f"trainer {trainer.rank} has no slot for version {command.version}"
             trainer.kept.add(command.version)

@@ -27,8 +27,8 @@ FULL = "No space left on device"
 class SavedJob(ScriptedJob):
     """Its trainer and manager write what is asked for."""
 
-    def state(self, step: int, error: str = "") -> list:
-        return self.tell(StateWritten(TRAINER, 0, step, 1.0, 100, error))
+    def state(self, step: int, error: str = "", worker: int = 0) -> list:
+        return self.tell(StateWritten(TRAINER, 0, step, 1.0, 100, error, worker=worker))
 
     def books(self, step: int, error: str = "") -> list:
         return self.tell(SnapshotWritten(step, 1.0, 100, error))
@@ -36,8 +36,8 @@ class SavedJob(ScriptedJob):
     def committed(self, step: int, error: str = "") -> list:
         return self.tell(Committed(step, error))
 
-    def commit(self, step: int) -> list:
-        self.state(step)
+    def commit(self, step: int, worker: int = 0) -> list:
+        self.state(step, worker=worker)
         self.books(step)
         return self.committed(step)
 

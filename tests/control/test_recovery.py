@@ -85,7 +85,21 @@ def test_a_job_that_is_to_stop_saves_when_the_new_workers_have_come_so_far():
     lose(job)
     commands = job.trained(1)
     assert Checkpoint("time limit", 1) in commands
-    assert job.commit(1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
+    assert job.commit(1, worker=1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
+
+
+def test_a_job_that_is_to_stop_saves_again_what_was_lost_half_written():
+    job = SavedJob(checkpoint_every=5)
+    given = job.begin()
+    job.finish_all(A, given[A])
+    stop(job)
+    assert Checkpoint("time limit", 1) in job.trained(1)
+    job.books(1)
+    assert kinds(lose(job)) == ["Abandon", "RestartTrainers", "Checkpoint"]
+    assert job.state(1) == []  # of the worker that is gone
+    job.books(1)
+    assert kinds(job.state(1, worker=1)) == ["Commit"]
+    assert job.committed(1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
 
 
 @pytest.mark.parametrize("every", [0, None])

@@ -128,10 +128,17 @@ def test_each_card_has_a_link_of_its_own() -> None:
 
 
 @may_have_hosts
-def test_clear_ends_what_runs_on_the_hosts(pair: Hosts) -> None:
-    server, _ = _start_server(pair)
+def test_clear_ends_what_runs_on_the_hosts_and_plugs_links_in_again(pair: Hosts) -> None:
+    server, port = _start_server(pair)
+    pair.set_link(1, up=False)
+    assert "Error" in _send(pair, port, 1, timeout_s=0.2).stderr
     pair.clear()
     assert server.wait(timeout=10) == -9
+    server, port = _start_server(pair)
+    sent = _send(pair, port, 1, timeout_s=1.0)
+    server.kill()
+    server.communicate()
+    assert sent.stdout.startswith("1 "), sent.stderr
 
 
 @may_have_hosts

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from laminar_hpc.control.distribution import Distribution
 from laminar_hpc.control.relays import Relays
 from laminar_hpc.process.memory import map_readonly, map_writable
-from laminar_hpc.protocol.commands import Broadcast, Command, Drop, EndJob, Forget, Release, Sever, Share
-from laminar_hpc.protocol.events import LinkStalled, RankLost, RelayHolds, RelayReady
+from laminar_hpc.protocol.commands import Broadcast, Command, Drop, EndJob, Forget, Readmit, Release, Sever, Share
+from laminar_hpc.protocol.events import LinkStalled, RankHeard, RankLost, RelayHolds, RelayReady
 from laminar_hpc.protocol.peer import (
     ChunkGone,
     ChunkRequest,
@@ -23,6 +23,7 @@ from laminar_hpc.protocol.peer import (
     LeaseReturn,
     Lost,
     Manifest,
+    Readmitted,
     Shard,
     WeightsWritten,
 )
@@ -77,6 +78,8 @@ class RelayJob:
         self.told: dict[int, dict[int, bytes]] = {}
         self.published = -1
         self.epoch = 0
+        self.epoch_of: dict[int, int] = {}
+        self.incarnation = dict.fromkeys(self.relays, 0)
         self.held: dict[int, list[int]] = {rank: [] for rank in self.relays}
         self.ended: EndJob | None = None
         self.distribution = Distribution(Relays(relays))
@@ -132,6 +135,7 @@ class RelayJob:
                         send(trainer, command)
                 case Forget():
                     self.epoch += 1
+                    self.epoch_of[command.rank] = self.epoch
                     for rank in [*self.publishers, *self.live]:
                         if rank != command.rank:
                             send(rank, Lost(command.rank, self.epoch))
@@ -139,6 +143,8 @@ class RelayJob:
                     self.epoch += 1
                     send(command.rank, Lost(command.source, self.epoch))
                     send(command.source, Lost(command.rank, self.epoch))
+                case Readmit():
+                    send(command.rank, Readmitted(command.incarnation, self.epoch_of[command.rank]))
                 case EndJob():
                     self.ended = command
 
@@ -146,6 +152,19 @@ class RelayJob:
         """A relay dies, and the manager hears of it."""
         self.net.kill(rank)
         self.obey(self.distribution.relay_lost(RankLost(rank, 0, "killed"), self.now))
+
+    def hang(self, rank: int) -> None:
+        """A relay stops, and the manager gives up on it; its rollout is told to wait for weights no longer."""
+        self.net.stall(rank)
+        self.obey(self.distribution.relay_lost(RankLost(rank, self.incarnation[rank], "silent"), self.now))
+        for rollout, puller in self.pullers.items():
+            if puller.relay == rank and rollout not in self.loading:
+                puller.drop()
+
+    def wake(self, rank: int) -> None:
+        """A relay that was given up goes on, and the manager hears it."""
+        self.net.resume(rank)
+        self.obey(self.distribution.rank_heard(RankHeard(rank, self.incarnation[rank])))
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -187,17 +206,17 @@ class RelayJob:
         self.publishers[self.net.random.choice(list(self.publishers))].poll()
 
     def poll_relay(self) -> None:
-        if not self.live:
+        running = [rank for rank in self.live if rank not in self.net.stalled]
+        if not running:
             return
-        rank = self.net.random.choice(self.live)
+        rank = self.net.random.choice(running)
         self.lenders[rank].poll()
         for held in self.forwarders[rank].poll(self.now):
             self.held[rank].append(held.version)
             image = self.forwarders[rank].image.bytes_of(held.version)
             assert np.array_equal(image, image_of(self.manifest, held.version)), "a version is torn"
-            self.obey(
-                self.distribution.relay_holds(RelayHolds(rank, 0, held.version, held.seconds, held.digest), self.now)
-            )
+            holds = RelayHolds(rank, self.incarnation[rank], held.version, held.seconds, held.digest)
+            self.obey(self.distribution.relay_holds(holds, self.now))
 
     def deliver(self) -> None:
         piece = self.net.deliver_one()
@@ -213,9 +232,9 @@ class RelayJob:
         else:
             assert isinstance(message, Lease)
             lease = self.pullers[dest].lent(self.pullers[dest].relay, message)
-            assert lease is not None
-            self.loading[dest] = lease
-            self.check_lease(lease)
+            if lease is not None:  # else one that was asked for before a relay was given up
+                self.loading[dest] = lease
+                self.check_lease(lease)
 
     def tell_trainer(self, publisher: Publisher, message: AnyRecord) -> None:
         match message:
@@ -238,7 +257,12 @@ class RelayJob:
             case Lost():
                 self.transports[rank].forget(message.rank)
                 forwarder.forget(message.rank, message.epoch)
-                lender.drop(message.rank)
+                lender.drop(message.rank, message.epoch)
+            case Readmitted():
+                self.incarnation[rank] = message.incarnation
+                forwarder.begin_anew(message.epoch, [each for each, p in self.pullers.items() if p.relay == rank])
+                lender.begin_anew()
+                self.obey(self.distribution.relay_ready(RelayReady(rank, message.incarnation, f"node{rank}"), self.now))
             case ChunkRequest():
                 forwarder.serve(message)
             case ChunkSent():
@@ -256,7 +280,9 @@ class RelayJob:
             stalled = self.forwarders[rank].stalled_on(self.now, timeout_s)
             if stalled is not None:
                 version, source = stalled
-                self.obey(self.distribution.link_stalled(LinkStalled(rank, 0, version, source), self.now))
+                self.obey(
+                    self.distribution.link_stalled(LinkStalled(rank, self.incarnation[rank], version, source), self.now)
+                )
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -265,6 +291,8 @@ class RelayJob:
         puller, wanted = self.pullers[rank], self.loaded[rank] + 1
         if puller.relay in self.net.dead or puller.waiting_for or rank in self.loading or wanted >= self.versions:
             return
+        if not self.distribution.relays.is_ready(puller.relay):
+            return  # given up: the manager names it again when it has reported
         puller.request(wanted)
 
     def load(self) -> None:

@@ -118,6 +118,40 @@ def test_whoever_dies_the_others_get_the_last_version(
     job.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    chunk_bytes=st.integers(20, 120),
+    trainers=st.integers(1, 2),
+    relays=st.integers(2, 4),
+    slots=st.integers(2, 3),
+    versions=st.integers(2, 6),
+    hangs=st.lists(st.tuples(st.integers(5, 300), st.integers(0, 300)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_a_relay_that_was_given_up_and_speaks_again_gets_the_last_version(
+    chunk_bytes, trainers, relays, slots, versions, hangs, seed
+) -> None:
+    """In the memory that it had before: what was under way to it or from it then does no harm, and none is taken anew."""
+    layout = layout_of([(4, 17), (3, 16)], chunk_bytes, trainers)
+    net = MemoryNet(Random(seed))
+    job = RelayJob(net, layout, relays, slots=slots, versions=versions)
+    images = {rank: forwarder.image for rank, forwarder in job.forwarders.items()}
+    for before, away in hangs:
+        for _ in range(before):
+            job.step()
+        if not job.distribution.relays.ends_without(rank := net.random.choice(job.relays)):
+            job.hang(rank)
+            for _ in range(away):
+                job.step()
+            job.wake(rank)
+    run_to_the_end(job, 20000 + 1000 * versions * relays * trainers * (layout.manifest.chunks + 4))
+    assert job.ended is None
+    for rank, forwarder in job.forwarders.items():
+        assert forwarder.image is images[rank]
+        assert np.array_equal(forwarder.image.bytes_of(versions - 1), image_of(job.manifest, versions - 1))
+    job.close()
+
+
 @settings(max_examples=30, deadline=None)
 @given(relays=st.integers(3, 5), stalled=st.integers(0, 3), steps=st.integers(5, 300), seed=st.integers(0, 2**32))
 def test_a_link_that_stalls_is_gone_around(relays: int, stalled: int, steps: int, seed: int) -> None:

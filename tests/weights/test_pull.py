@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.process.memory import map_readonly
+from laminar_hpc.process.memory import map_readonly, still_lent
 from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.pull import Lender, LentMemory, Puller
+
+STAMPS = 2 * mmap.ALLOCATIONGRANULARITY
+"""Behind two slots of a few bytes."""
 
 
 @pytest.fixture
@@ -84,8 +89,8 @@ def test_a_lender_waits_for_a_version_new_enough(sent: list) -> None:
             image.complete(version)
             lender.poll()
         assert sent == [
-            (8, Lease(1, image.path, image.offset_of(1), 6)),
-            (7, Lease(2, image.path, image.offset_of(2), 5)),
+            (8, Lease(1, image.path, image.offset_of(1), 6, STAMPS, 1)),
+            (7, Lease(2, image.path, image.offset_of(2), 5, STAMPS + 8, 1)),
         ]
         assert image.begin_fill(3) is None
         lender.returned(LeaseReturn(rank=8, version=1))
@@ -100,7 +105,7 @@ def test_a_lost_rollout_leaves_no_leases_and_no_requests(sent: list) -> None:
         lender.asked(LeaseRequest(rank=7, version=0))
         lender.poll()
         lender.asked(LeaseRequest(rank=7, version=2))
-        lender.drop(7)
+        lender.drop(7, epoch=3)
         assert image.leases(1) == 0
         image.begin_fill(2)
         image.complete(2)
@@ -142,12 +147,53 @@ def test_leases_and_returns_of_ranks_that_are_gone_change_nothing(sent: list) ->
         lender = Lender(image, lambda rank, message: sent.append((rank, message)))
         image.begin_fill(1)
         image.complete(1)
-        lender.drop(7)
+        lender.drop(7, epoch=3)
         lender.asked(LeaseRequest(rank=7, version=0))
         lender.poll()
         lender.returned(LeaseReturn(rank=7, version=1))
         assert sent == []
         assert image.leases(1) == 0
+
+
+def test_a_rollout_that_was_taken_for_lost_asks_again_when_it_knows(puller: Puller, sent: list) -> None:
+    """What it had asked for, and what it had been lent, are void; what it asks for in its next life is not."""
+    with Image.create(8, slots=2) as image:
+        lent: list = []
+        lender = Lender(image, lambda _rank, message: lent.append(message))
+        image.begin_fill(1)
+        image.complete(1)
+        puller.request(1)
+        lender.asked(sent[-1][1])
+        lender.poll()
+        puller.lent(2, lent[-1])
+        lender.drop(7, epoch=4)
+        assert image.leases(1) == 0
+        lender.asked(LeaseRequest(7, 1, 2))  # under way when it was taken for lost
+        puller.start_over(4)
+        lender.returned(sent[-1][1])
+        puller.request(1)
+        lender.asked(sent[-1][1])
+        lender.poll()
+        assert len(lent) == 2
+        assert puller.lent(2, lent[-1]) is not None
+        assert image.leases(1) == 1
+
+
+def test_a_reader_whose_lease_was_taken_back_can_tell() -> None:
+    with Image.create(8, slots=2) as image:
+        for version in (1, 2):
+            image.begin_fill(version)
+            image.complete(version)
+        image.hold(7, 1)
+        lease = image.lent(1)
+        assert image.begin_fill(3) is None
+        assert still_lent(lease.path, lease.stamp_offset, lease.stamp)
+        image.drop_borrower(7)
+        assert still_lent(lease.path, lease.stamp_offset, lease.stamp)
+        image.begin_fill(3)
+        assert not still_lent(lease.path, lease.stamp_offset, lease.stamp)
+        other = image.lent(2)
+        assert still_lent(other.path, other.stamp_offset, other.stamp)
 
 
 def test_lent_memory_outlives_the_relay() -> None:

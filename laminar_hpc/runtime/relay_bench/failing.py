@@ -107,7 +107,7 @@ class Failures(Director):
             try:
                 yield from self._reaches(survivors)
             except EngineError as error:
-                say(f"bench: {error}", error=True)
+                say(f"{error}; {self._late(survivors)}", error=True)
                 lost.append(self.version)
             if self.version == version:
                 yield from self.publish()
@@ -124,6 +124,17 @@ class Failures(Director):
     def _reaches(self, survivors: list[int]) -> Iterator[None]:
         version = self.versions[self.version]
         yield from self.until(lambda: version.held_by(survivors), f"version {self.version} at {survivors}", ROUND_S)
+
+    def _late(self, survivors: list[int]) -> str:
+        """Who lacks the newest version, and what the chain knows of it."""
+        held_s = self.versions[self.version].held_s
+        lines = [
+            f"rank {rank} has not got it" + (" and counts as lost" if rank in self.lost else "")
+            for rank in survivors
+            if rank not in held_s
+        ]
+        under_way = [f"version {version} on its way along {chain}" for version, _, chain in self._distribution.late()]
+        return "; ".join([*lines, *under_way, f"chain {self.chain}"])
 
     def _note(
         self, turn: int, at: float, fault_s: float, number: int, chain: list[int], survivors: list[int], lost: list[int]
