@@ -17,6 +17,10 @@ from laminar_hpc.weights.scatter import contiguous, scatter
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Part, Sources
 
+SLOT_PATIENCE_S = 2.0
+"""How long a version waits for a slot in which the rest of a chunk may still come from a rank that is gone. A rank that has
+died is found dead by then; one that is cut off, or stopped, in the middle of a chunk may be so for ever."""
+
 MAX_RETRIES = 3
 """How often a chunk with a wrong digest is asked for again."""
 

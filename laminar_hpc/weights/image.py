@@ -23,7 +23,13 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.peer import Lease
 
 STAMP_BYTES = 8
-"""Of the number behind the slots, one for each of them, that counts how often the slot was begun to be filled."""
+"""Of the numbers before the slots, one for each of them, that count how often the slot was begun to be filled."""
+
+_FIRST_SLOT = mmap.ALLOCATIONGRANULARITY
+"""Where the first slot begins in the memory: behind the stamps."""
+
+MOST_SLOTS = _FIRST_SLOT // STAMP_BYTES - 1
+"""As many as have room for their stamps in the unit before them, whose first eight bytes are nobody's."""
 
 
 class SlotState(str, Enum):
@@ -36,9 +42,10 @@ class SlotState(str, Enum):
 
 
 class _Slot:
-    def __init__(self, index: int, offset: int) -> None:
+    def __init__(self, index: int, offset: int, memory: NDArray[np.uint8]) -> None:
         self.index = index
         self.offset = offset
+        self.memory = memory
         self.clear()
 
     def clear(self) -> None:
@@ -66,7 +73,7 @@ class Image:
        version is READY; a DROPPED one there too, without leases.
     3. So whoever leased a version sees that version's bytes alone until it gives the lease back, and `newest` never sinks.
        But a lease may be taken back from a borrower that counts as gone (`drop_borrower`, `void`) and may be reading all the
-       same. Behind the slots each of them has a stamp, which changes before its bytes do: a reader that finds the stamp of
+       same. Before the slots each of them has a stamp, which changes before its bytes do: a reader that finds the stamp of
        its lease afterwards has read that version (`process.memory.still_lent`).
 
     For example with 2 slots: version 1 is READY and leased, 2 becomes READY. Now `begin_fill(3)` gives None until the lease
@@ -79,22 +86,26 @@ class Image:
         self.slot_bytes = slot_bytes
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self._fd: int | None = fd
-        whole = np.frombuffer(mmap.mmap(fd, stride * slots + _page_aligned(slots * STAMP_BYTES)), dtype=np.uint8)
-        self._bytes: NDArray[np.uint8] | None = whole
-        self._stamps_offset = stride * slots
-        self._slots = [_Slot(index, stride * index) for index in range(slots)]
+        self._stride = stride
+        whole = np.frombuffer(mmap.mmap(fd, _FIRST_SLOT + stride * slots), dtype=np.uint8)
+        self._stamps = whole[:_FIRST_SLOT].view(np.uint64)
+        self._memory = whole[_FIRST_SLOT:]
+        self._slots = [
+            _Slot(index, _FIRST_SLOT + stride * index, self._memory[stride * index : stride * index + slot_bytes])
+            for index in range(slots)
+        ]
 
     @classmethod
     def create(cls, slot_bytes: int, slots: int) -> Image:
         """An image with all slots EMPTY and zeroed; at least 2 of them, since the newest version is never overwritten."""
-        if slots < 2 or slot_bytes < 0:
+        if not 2 <= slots <= MOST_SLOTS or slot_bytes < 0:
             raise ValueError(
                 f"an image needs at least 2 slots of 0 bytes or more, got {slots} slots of {slot_bytes} bytes"
             )
         fd = os.memfd_create("laminar-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, _page_aligned(slot_bytes) * slots + _page_aligned(slots * STAMP_BYTES))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        os.ftruncate(fd, _FIRST_SLOT + _page_aligned(slot_bytes) * slots)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(fd, slot_bytes, slots)
 
     # --- the filler ---------------------------------------------------------------------------------------------
@@ -114,9 +125,23 @@ class Image:
         if slot is None:
             return None
         slot.clear()
-        self._stamps[slot.index] += 1
+        self._stamps[1 + slot.index] += 1
         slot.state, slot.version = SlotState.FILLING, version
         return self._view(slot)
+
+    def add_slot(self) -> NDArray[np.uint8] | None:
+        """One slot more, EMPTY and zeroed: its bytes, for a transport to register; None where there can be no more.
+
+        For whoever has a slot in which somebody may write for a long time yet, and cannot wait for it.
+        """
+        index = len(self._slots)
+        if index == MOST_SLOTS or self._fd is None:
+            return None
+        offset = _FIRST_SLOT + self._stride * index
+        os.ftruncate(self._fd, offset + self._stride)
+        mapped = mmap.mmap(self._fd, self._stride, offset=offset)
+        self._slots.append(_Slot(index, offset, np.frombuffer(mapped, dtype=np.uint8)[: self.slot_bytes]))
+        return self._slots[-1].memory
 
     def complete(self, version: int) -> None:
         """All bytes of `version` are written; it becomes READY and keeps its holds."""
@@ -184,6 +209,11 @@ class Image:
         """How many leases of `version` are out."""
         return self._slot(version).leases.total()
 
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return len(self._slots)
+
     # --- what a version is --------------------------------------------------------------------------------------
 
     def state(self, version: int) -> SlotState:
@@ -193,8 +223,8 @@ class Image:
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """All slots' bytes (uint8), for a transport to register."""
-        return self._whole()[: self._stamps_offset]
+        """The bytes (uint8) of all slots that it was made with, for a transport to register."""
+        return self._memory
 
     @property
     def versions(self) -> list[int]:
@@ -209,8 +239,8 @@ class Image:
     def lent(self, version: int, request: int = 0) -> Lease:
         """What a reader of `version` needs to know; `request` is the number of what asked for it."""
         slot = self._slot(version)
-        stamp_offset = self._stamps_offset + STAMP_BYTES * slot.index
-        return Lease(version, self.path, slot.offset, request, stamp_offset, int(self._stamps[slot.index]))
+        stamp = 1 + slot.index
+        return Lease(version, self.path, slot.offset, request, STAMP_BYTES * stamp, int(self._stamps[stamp]))
 
     def offset_of(self, version: int) -> int:
         """Where the bytes of `version` begin in the memory at `path`."""
@@ -218,7 +248,10 @@ class Image:
 
     def close(self) -> None:
         """Give the memory up; it is freed when nobody has it mapped any more. Calling it again does nothing."""
-        self._bytes = None
+        self._stamps = np.empty(0, dtype=np.uint64)
+        self._memory = np.empty(0, dtype=np.uint8)
+        for slot in self._slots:
+            slot.memory = self._memory
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -246,17 +279,10 @@ class Image:
         retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.leases]
         return min(retirable, key=lambda slot: slot.version or 0, default=None)
 
-    def _whole(self) -> NDArray[np.uint8]:
-        if self._bytes is None:
-            raise ProtocolError("image: used after it was closed")
-        return self._bytes
-
-    @property
-    def _stamps(self) -> NDArray[np.uint64]:
-        return self._whole()[self._stamps_offset :].view(np.uint64)
-
     def _view(self, slot: _Slot) -> NDArray[np.uint8]:
-        return self.memory[slot.offset : slot.offset + self.slot_bytes]
+        if self._fd is None:
+            raise ProtocolError("image: used after it was closed")
+        return slot.memory
 
     def describe(self) -> str:
         """What the slots hold and who has leased it, for people."""

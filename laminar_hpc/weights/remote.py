@@ -7,7 +7,7 @@ from collections import defaultdict
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseReturn
 from laminar_hpc.weights.digest import Hasher
-from laminar_hpc.weights.fetch import Fetch
+from laminar_hpc.weights.fetch import SLOT_PATIENCE_S, Fetch
 from laminar_hpc.weights.image import Image, SlotState
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import FromRelay
@@ -34,6 +34,7 @@ class RemoteImage:
         self._epochs: defaultdict[int, int] = defaultdict(lambda: epoch)
         self._wanted: tuple[int, int] | None = None
         self._ready: int | None = None
+        self._short_since_s: float | None = None
 
     @property
     def waiting_for(self) -> str:
@@ -131,8 +132,9 @@ class RemoteImage:
             return
         buffer = self._image.begin_fill(version)
         if buffer is None:
+            self._make_room(now)
             return
-        self._wanted = None
+        self._wanted = self._short_since_s = None
         self._fetch = Fetch(
             self._transport,
             manifest,
@@ -146,6 +148,17 @@ class RemoteImage:
             epochs=self._epochs,
             now=now,
         )
+
+    def _make_room(self, now: float) -> None:
+        """As a relay does (weights/forward.py)."""
+        assert self._image is not None, "it had no slot free"
+        if self._short_since_s is None:
+            self._short_since_s = now
+        if len(self._stopped) > self._image.slots - SLOTS and now - self._short_since_s >= SLOT_PATIENCE_S:
+            memory = self._image.add_slot()
+            if memory is not None:
+                self._transport.register(memory)
+                self._short_since_s = now
 
     def _leave(self, fetch: Fetch) -> None:
         self._fetch = None

@@ -236,13 +236,19 @@ class MemoryNet:
         return any(send.ticket == ticket for send in self.sends)
 
     def end_transfers(self, own: int, peer: int) -> None:
-        """All transfers of `own` with `peer` end."""
+        """All transfers of `own` with `peer` end, but what broke off in the middle: the rest may come when `peer` is back."""
         for transfer in self._with(peer):
-            if transfer.own == own:
+            if transfer.own == own and not self._broke_off(transfer):
                 self._lose(transfer)
         for send in [send for send in self.unsettled if (send.own, send.peer) == (own, peer)]:
             self.unsettled.remove(send)
             send.moved = True
+
+    def _broke_off(self, transfer: MemoryTransfer) -> bool:
+        """As with MPI over TCP: a receive that has begun, from a rank that is not dead, but cannot be reached."""
+        if not isinstance(transfer, MemoryReceive) or transfer.peer in self.dead:
+            return False
+        return self.is_sending(transfer.ticket) and not self._connected(transfer.peer, transfer.own)
 
     def _with(self, rank: int) -> list[MemoryTransfer]:
         """Open transfers of others with `rank`."""

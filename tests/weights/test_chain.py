@@ -27,6 +27,7 @@ from laminar_hpc.protocol.peer import (
 )
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights import digest
+from laminar_hpc.weights.fetch import SLOT_PATIENCE_S
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.image import SlotState
 from laminar_hpc.weights.manifest import make_manifest
@@ -371,6 +372,45 @@ def test_a_version_given_up_half_way_leaves_a_slot_when_its_receives_have_ended(
     assert one.run() == [4]
     assert one.relay.image.leases(3) == 0
     assert np.array_equal(one.relay.image.bytes_of(4), image_of(one.layout.manifest, 4))
+
+
+def test_a_chunk_that_broke_off_costs_a_slot_and_another_one_is_made() -> None:
+    """With two slots: in each of two versions a chunk from relay 2, which is cut off, is never done."""
+    one = OneRelay(slots=2)
+    source = MemoryTransport(one.net, 2)
+    for version in (3, 4):
+        if version == 4:
+            one.write(4)
+        one.net.resume_link(1, 2)
+        image = image_of(one.layout.manifest, version)
+        source.register(image)
+        one.relay.start(one.broadcast(version, [2, 1]), now=0.0)
+        one.relay.poll(0.0)
+        one.deliver()
+        asked = {message.chunk: message for rank, message in one.to_others if rank == 2 and message.version == version}
+        source.send(1, asked[0].ticket, image[:100])
+        one.net.stall_link(1, 2)
+        one.transport.forget(2)
+        one.relay.forget(2, version)
+        one.relay.start(one.broadcast(version, [1]), now=0.0)
+        assert one.run() == [version]
+    assert [one.relay.image.leases(version) for version in (3, 4)] == [1, 1]
+    one.publisher.release(3)
+    one.write(5)
+    one.relay.start(one.broadcast(5, [1]), now=10.0)
+    one.relay.poll(10.0)
+    assert one.relay.waiting_for.startswith("a slot for version 5: 3 (ready, lent to [1]), 4 (ready, lent to [1])")
+    one.relay.poll(10.0 + SLOT_PATIENCE_S)
+    one.relay.poll(10.0 + SLOT_PATIENCE_S)
+    assert one.run() == [5]
+    assert one.relay.image.slots == 3
+    one.net.resume_link(1, 2)
+    for _ in range(2):  # the rest comes after all, and changes nothing that anybody has
+        one.net.move_one()
+    one.relay.poll(20.0)
+    assert [one.relay.image.leases(version) for version in (3, 4)] == [0, 0]
+    for version in (3, 4, 5):
+        assert np.array_equal(one.relay.image.bytes_of(version), image_of(one.layout.manifest, version))
 
 
 def test_a_relay_goes_on_with_another_source_from_what_it_has() -> None:

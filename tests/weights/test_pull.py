@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-
 import pytest
 
 from laminar_hpc.errors import ProtocolError
@@ -12,8 +10,8 @@ from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.pull import Lender, LentMemory, Puller
 
-STAMPS = 2 * mmap.ALLOCATIONGRANULARITY
-"""Behind two slots of a few bytes."""
+STAMPS = 8
+"""Where the stamp of the first slot is."""
 
 
 @pytest.fixture

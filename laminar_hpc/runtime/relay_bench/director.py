@@ -104,6 +104,8 @@ class Director:
         self.answers: dict[Order, list[Answer]] = {order: [] for order in Order}
         """To each order."""
         self.beats: dict[int, float] = {}
+        self.waiting: dict[int, str] = {}
+        """What each rank said last that it waits for."""
         self.lost: set[int] = set()
         self._rank = rank
         self._script: Iterator[None] = iter(())
@@ -147,6 +149,7 @@ class Director:
                 self._links.append(message)
             case Heartbeat():
                 self.beats[source] = now
+                self.waiting[source] = message.waiting_for
                 if source in self._silent:
                     incarnation = self._incarnations.get(source, 0)
                     self.carry_out(self._distribution.rank_heard(RankHeard(source, incarnation)))

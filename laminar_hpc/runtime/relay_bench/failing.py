@@ -129,7 +129,8 @@ class Failures(Director):
         """Who lacks the newest version, and what the chain knows of it."""
         held_s = self.versions[self.version].held_s
         lines = [
-            f"rank {rank} has not got it" + (" and counts as lost" if rank in self.lost else "")
+            f"rank {rank} has not got it, waits for {self.waiting.get(rank) or 'nothing'}"
+            + (" and counts as lost" if rank in self.lost else "")
             for rank in survivors
             if rank not in held_s
         ]
