@@ -24,6 +24,8 @@ class Checkpoints:
         self._have_state: set[int] = set()
         self._have_books = False
         self._committing = False
+        self._books_due = False
+        """Whether the manager still writes its part of one that was given up with the trainers' workers."""
         self.committed: int | None = None
         """The step of the newest checkpoint that counts (None: there is none)."""
         self.tried: int | None = None
@@ -33,8 +35,8 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being made."""
-        return self._writing is not None
+        """Whether one is being made, or what was written of one that was given up is still to be removed."""
+        return self._writing is not None or self._books_due
 
     @property
     def committing(self) -> bool:
@@ -43,6 +45,8 @@ class Checkpoints:
 
     def waits(self, ranks: list[int]) -> list[str]:
         """Whom the present one waits for; `ranks` are the trainers' in the order of their places."""
+        if self._books_due:
+            return ["the next checkpoint waits for the manager to be done with the one that was given up"]
         if self._writing is None:
             return []
         what = f"the checkpoint of step {self._writing}"
@@ -72,6 +76,9 @@ class Checkpoints:
 
     def snapshot_written(self, event: SnapshotWritten) -> list[Command]:
         """The books and the payload are written, or could not be."""
+        if self._books_due:
+            self._books_due = False
+            return []
         if event.step != self._writing:
             return []
         if event.error:
@@ -94,6 +101,7 @@ class Checkpoints:
         if self._writing is None or self._committing:
             return []
         self.tried = None  # a job that is to stop with it makes it again
+        self._books_due = not self._have_books
         return self._abandon("the trainers' workers are started again")
 
     def _commit(self) -> list[Command]:

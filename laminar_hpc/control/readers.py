@@ -72,11 +72,18 @@ class Readers:
         return commands
 
     def relay_ready(self, relay: Relay) -> list[Attach]:
-        """A relay is there: it serves rollouts that had none; those that have one come when it has caught up."""
+        """A relay is there: it serves rollouts that had none; those that have one come when it has caught up.
+
+        Where it begins anew, it has forgotten those whose requests it had when it was lost and who found no other one.
+        """
         commands = []
         for reader in self._by_rank.values():
-            if reader.alive and reader.relay in self._relays and not self._relays.is_ready(reader.relay):
+            if not reader.alive or reader.relay not in self._relays:
+                continue
+            if not self._relays.is_ready(reader.relay):
                 commands += self._to_nearest(reader, f"rank {reader.relay} is lost")
+            elif reader.relay == relay.rank and relay.incarnation > 0:
+                commands.append(self._attach(reader, relay, "it begins anew"))
         return commands + self.caught_up(relay)
 
     def caught_up(self, relay: Relay) -> list[Attach]:

@@ -13,6 +13,7 @@ Everything is written by one thread, in order; a rename puts a checkpoint into p
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -57,7 +58,9 @@ class Saved(NamedTuple):
 class CheckpointKeeper:
     """Writes the manager's parts, and keeps the newest `keep` checkpoints under `root`."""
 
-    def __init__(self, root: str, attempt: int, keep: int, clock_zero_unix_s: float) -> None:
+    def __init__(self, root: str, attempt: int, keep: int, clock_zero_unix_s: float, trainers: int) -> None:
+        """A checkpoint of this `attempt` has a part of each of `trainers` trainers."""
+        self._trainers = trainers
         self._root = root
         self._attempt = attempt
         self._keep = keep
@@ -134,6 +137,8 @@ class CheckpointKeeper:
     def _commit(self, step: int) -> None:
         directory = self.directory(step)
         files = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+        if not {BOOKS, PAYLOAD} <= files.keys() or len(files) < 2 + self._trainers:
+            raise FileNotFoundError(errno.ENOENT, "a part is missing", directory)
         manifest = Manifest(
             format=FORMAT,
             step=step,

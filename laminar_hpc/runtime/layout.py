@@ -39,7 +39,7 @@ class LayoutDesk:
 
         Neighbours measure at the same time, each from the one before it, as the chain uses the links.
         """
-        if rank in self._ready:
+        if rank in self._ready or rank not in self._relays:  # taken back, or a spare that takes over
             return []
         self._ready.add(rank)
         if self._chunk_bytes or len(self._ready) < len(self._relays):

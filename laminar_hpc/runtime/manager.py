@@ -113,10 +113,13 @@ class ManagerLoop:
         self._epoch_of: dict[int, int] = {}  # of each rank that was lost
         self._proven: set[int] = set()  # relays that have held a version
         self._silent: set[int] = set()  # relays and rollouts that were taken for lost, but are not known to be dead
+        self._heard_again: set[int] = set()  # relays of these that have spoken since
         self._stop_by: float | None = None  # when a job that was asked to stop has to have ended
         self._zero_unix_s = time.time() - rank.now()
         keep = rank.config.checkpoint.keep
-        self._keeper = CheckpointKeeper(rank.paths.checkpoints, rank.attempt, keep, self._zero_unix_s)
+        self._keeper = CheckpointKeeper(
+            rank.paths.checkpoints, rank.attempt, keep, self._zero_unix_s, len(self._trainers)
+        )
         self._desk = LayoutDesk(len(self._trainers), rank.ranks_of(Role.RELAY), rank.config.weights.chunk_bytes)
 
     def start(self, now: float) -> None:
@@ -136,8 +139,7 @@ class ManagerLoop:
                 if message.streamed is not None:
                     self._decide(message.streamed, now)
             case Fetch():
-                if self._ending is None:  # after the end all payload is dropped
-                    self._rank.mail.send(source, self._store.fetch(message))
+                self._fetch(message)
             case Heartbeat():
                 self._hear(source, message, now)
             case Manifest() | Shard() | LinkMeasured():
@@ -216,7 +218,7 @@ class ManagerLoop:
     def _decide(self, event: AnyEvent, now: float) -> None:
         if self._ending is not None:
             return
-        if not (isinstance(event, Streamed) and not event.progress):
+        if not (isinstance(event, RankHeard) or (isinstance(event, Streamed) and not event.progress)):
             self._moved = now
         if self._recorded is not None:
             self._recorded.event(event, now)
@@ -270,13 +272,23 @@ class ManagerLoop:
                 self._take_over(command)
             case Readmit():
                 self._silent.discard(command.rank)
-                send(command.rank, Readmitted(command.incarnation, self._epoch_of[command.rank]))
+                send(command.rank, Readmitted(command.incarnation, self._epoch_of.get(command.rank, 0)))
             case Settle():
                 self._settle(command)
             case ReportStep() | ReportEvaluation():
                 self._live.report(command, now)
             case EndJob():
                 self._end(command, now)
+
+    def _fetch(self, message: Fetch) -> None:
+        """Answer a trainer, and a rollout that may still go on with what it asks for.
+
+        One that was taken for lost may have been given it before and ask when others have it, or when it is settled; it
+        begins anew when it hears so. After the end all payload is dropped.
+        """
+        rollout = self._rank.placements[message.rank].role is Role.ROLLOUT
+        if self._ending is None and not (rollout and not self._store.owns_all(message.rank, message.trajectories)):
+            self._rank.mail.send(message.rank, self._store.fetch(message))
 
     def _settle(self, command: Settle) -> None:
         keep_tokens = self._rank.config.record.tokens and self._recorded is not None
@@ -357,7 +369,8 @@ class ManagerLoop:
         if self._rank.placements[source].role is Role.ROLLOUT:
             self._silent.discard(source)
             self._rank.mail.send(source, StartOver(self._epoch_of[source]))
-        else:
+        elif source not in self._heard_again:  # its node may have another relay by now, and not need it
+            self._heard_again.add(source)
             self._decide(RankHeard(source, self._controller.incarnation_of(source)), now)
 
     def _bury(self, now: float) -> None:
@@ -393,6 +406,7 @@ class ManagerLoop:
     def _give_up_on(self, rank: int, silent_s: float, now: float) -> None:
         """Take a rank for lost, until it is heard again."""
         self._silent.add(rank)
+        self._heard_again.discard(rank)
         self._rank.mail.forget(rank)
         self._lose(rank, f"it has said nothing for {silent_s:.1f} s", now)
 

@@ -309,7 +309,10 @@ def away_s(last: float, now: float, patience_s: float) -> float:
 def _report_failure(rank: Rank, error: Exception) -> None:
     """Say what happened on stderr, and to the manager; the traceback goes to this rank's log."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    with open(rank.paths.log(rank.world.rank, rank.me.role.value), "a", encoding="utf-8") as log:
+    with (
+        contextlib.suppress(OSError),  # a full disk may be what happened
+        open(rank.paths.log(rank.world.rank, rank.me.role.value), "a", encoding="utf-8") as log,
+    ):
         traceback.print_exc(file=log)
     say(f"{rank.name}: {text}", error=True)
     if rank.world.rank != MANAGER:

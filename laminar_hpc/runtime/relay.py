@@ -24,6 +24,7 @@ from laminar_hpc.protocol.peer import (
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.memory import check_memory
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, TRANSFER_NAP_S, Rank
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.probe import LinkProbe, ProbeServer
 from laminar_hpc.weights.pull import Lender
@@ -32,11 +33,13 @@ from laminar_hpc.weights.pull import Lender
 class RelayLoop:
     """A link of the chain. It has no worker: it moves bytes."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, epochs: Epochs | None = None) -> None:
+        """`epochs` has the losses that this rank has heard of by now (None: there were none)."""
         self.done = False
         self.clean = True
         self._rank = rank
-        self._incarnation = self._epoch = 0
+        self._incarnation = 0
+        self._epochs = epochs or Epochs()
         self._transport: Transport = build_transport(rank.config.weights.transport, rank.world)
         self._layout: Layout | None = None
         self._forwarder: Forwarder | None = None
@@ -142,6 +145,7 @@ class RelayLoop:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
     def _forget(self, lost: Lost) -> None:
+        self._epochs.lost(lost.rank, lost.epoch)
         self._transport.forget(lost.rank)
         if self._forwarder is not None and self._lender is not None:
             self._forwarder.forget(lost.rank, lost.epoch)
@@ -158,7 +162,7 @@ class RelayLoop:
             window=weights.window,
             slots=weights.slots,
             verify=weights.verify,
-            epoch=self._epoch,
+            epochs=self._epochs,
         )
         self._lender = Lender(self._forwarder.image, rank.mail.send)
         early, self._early = self._early, []
@@ -167,11 +171,15 @@ class RelayLoop:
 
     def _begin_anew(self, message: Readmitted) -> None:
         """The others have gone on without this relay: what it has and what it asked for is void."""
-        self._incarnation, self._epoch = message.incarnation, message.epoch
+        self._incarnation = message.incarnation
+        self._epochs.begin_anew(message.epoch)
+        for other in range(self._rank.world.size):
+            if other != self._rank.world.rank:
+                self._transport.forget(other)
         if self._forwarder is not None and self._lender is not None:
             rank = self._rank
             on_node = {other for other in rank.ranks_of(Role.ROLLOUT) if rank.placements[other].node == rank.me.node}
-            self._forwarder.begin_anew(self._epoch, on_node)
+            self._forwarder.begin_anew(message.epoch, on_node)
             self._lender.begin_anew()
         self._say_ready()
 

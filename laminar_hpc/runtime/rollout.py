@@ -117,8 +117,8 @@ class RolloutLoop:
             case Fetched():
                 self._resume(message)
             case StartOver():
-                if self._layout is not None:
-                    self._lost_engine("its rank was taken for lost, and begins anew", now)
+                if self._engine is not None:  # else it begins anew already
+                    self._lost_engine("its rank was taken for lost, and begins anew", now, counts=False)
                 self._weights.start_over(message.epoch)
             case _:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
@@ -402,13 +402,16 @@ class RolloutLoop:
         if silent_s > bound_s:
             self._lost_engine(f"its engine {what} for {silent_s:.0f} s", now)
 
-    def _lost_engine(self, reason: str, now: float) -> None:
-        """Start the engine again, as the next incarnation: all it held is lost, the store has what it streamed."""
+    def _lost_engine(self, reason: str, now: float, counts: bool = True) -> None:
+        """Start the engine again, as the next incarnation: all it held is lost, the store has what it streamed.
+
+        `counts`: the loss is one of those of which only so many are allowed.
+        """
         rank = self._rank
         if self._engine is not None:
             self._engine.kill()
             self._engine = None
-        delay_s = self._limit.lost(now)
+        delay_s = self._limit.lost(now) if counts else 0.0
         if delay_s is None:
             raise EngineError(
                 f"the engine was lost {self._limit.most + 1} times within {WINDOW_S:.0f} s; the last time: {reason}; "

@@ -10,6 +10,7 @@ from laminar_hpc.protocol.peer import Lost
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, Rank
 from laminar_hpc.runtime.relay import RelayLoop
+from laminar_hpc.weights.epochs import Epochs
 
 
 class SpareLoop:
@@ -20,6 +21,7 @@ class SpareLoop:
         self.clean = True
         self._rank = rank
         self._relay: RelayLoop | None = None
+        self._epochs = Epochs()
 
     def start(self, now: float) -> None:
         """Say that there is a spare."""
@@ -32,9 +34,11 @@ class SpareLoop:
             self._relay.receive(source, message, now)
         elif isinstance(message, TakeOver):
             self._rank.promote(self._rank.world.rank)
-            self._relay = RelayLoop(self._rank)
+            self._relay = RelayLoop(self._rank, self._epochs)
             self._relay.start(now)
-        elif not isinstance(message, Lost):  # of no concern to a rank that has nothing
+        elif isinstance(message, Lost):
+            self._epochs.lost(message.rank, message.epoch)
+        else:
             raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
     def turn(self, now: float) -> bool:

@@ -57,6 +57,10 @@ class Store:
             if block.offset == end and block.count:
                 blocks.append(block)
 
+    def owns_all(self, rank: int, trajectories: list[int]) -> bool:
+        """Whether `rank` is the owner of all of these."""
+        return all(self._owner.get(trajectory, (None, 0))[0] == rank for trajectory in trajectories)
+
     def fetch(self, message: Fetch) -> Fetched:
         """All blocks of the trajectories asked for; ProtocolError where one is unknown."""
         missing = [trajectory for trajectory in message.trajectories if trajectory not in self._blocks]

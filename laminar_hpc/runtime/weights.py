@@ -11,6 +11,7 @@ from laminar_hpc.mpi.transport import Transport, build_transport
 from laminar_hpc.protocol.commands import Attach
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease
 from laminar_hpc.runtime.rank import Rank
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.pull import LentMemory, Puller
 from laminar_hpc.weights.remote import RemoteImage
 
@@ -42,7 +43,7 @@ class WeightsDesk:
         self._version = -1  # what the engine was last told to load
         self._wanted = self._held = -1
         self._again: int | None = None
-        self._epoch = 0  # of its own last loss
+        self._epochs = Epochs()
         self._asked_at: float | None = None
         self._lent_at = self._loading_at = 0.0
 
@@ -151,16 +152,17 @@ class WeightsDesk:
 
     def forget(self, rank: int, epoch: int) -> None:
         """`rank` is gone, by the loss of this epoch."""
+        self._epochs.lost(rank, epoch)
         if self._remote is not None and self._transport is not None:
             self._transport.forget(rank)
-            self._remote.forget(rank, epoch)
+            self._remote.forget(rank)
 
     def start_over(self, epoch: int) -> None:
         """The relays have taken this rank for gone, by the loss of this epoch; call it after `drop`."""
-        self._epoch = epoch
+        self._epochs.begin_anew(epoch)
         self._puller.start_over(epoch)
         if self._remote is not None:
-            self._remote.start_over(epoch)
+            self._remote.start_over()
 
     def close(self) -> None:
         """Give up what memory there is."""
@@ -188,7 +190,7 @@ class WeightsDesk:
                 rank.mail.send,
                 window=weights.window,
                 verify=weights.verify,
-                epoch=self._epoch,
+                epochs=self._epochs,
             )
         self._remote.begin(relay, version, now)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 import numpy as np
@@ -13,6 +13,7 @@ from laminar_hpc.errors import PeerLost, ProtocolError
 from laminar_hpc.mpi.transport import Receive, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Manifest
 from laminar_hpc.weights.digest import Hasher
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.scatter import contiguous, scatter
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Part, Sources
@@ -61,10 +62,10 @@ class Fetch:
         send_mail: SendMail,
         window: int,
         hasher: Hasher | None,
-        epochs: Mapping[int, int],
+        epochs: Epochs,
         now: float,
     ) -> None:
-        """Without a `hasher` nothing is checked. `epochs` has the epoch of the last loss of a source that concerned this rank."""
+        """Without a `hasher` nothing is checked; `epochs` are this rank's."""
         self.version = version
         self.gone = False
         """Whether a source has said that it will never have this version."""

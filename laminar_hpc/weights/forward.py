@@ -20,7 +20,6 @@ another one is made.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.commands import Broadcast
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, LeaseReturn
 from laminar_hpc.weights.digest import Hasher, image_digest
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.fetch import SLOT_PATIENCE_S, Fetch
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import chunk_order
@@ -62,9 +62,9 @@ class Forwarder:
         window: int,
         slots: int,
         verify: bool,
-        epoch: int = 0,
+        epochs: Epochs | None = None,
     ) -> None:
-        """`window`, `slots` and `verify` are as in the config's section `weights`; `epoch` is that of its own last loss."""
+        """`window`, `slots` and `verify` are as in the config's section `weights`; `epochs` are the rank's (None: no losses)."""
         self.image = Image.create(layout.manifest.nbytes, slots)
         self.skipped: list[int] = []
         """Versions that were passed over for newer ones, or given up; whoever reads them may clear the list."""
@@ -81,7 +81,7 @@ class Forwarder:
         self._digests: dict[int, dict[int, bytes]] = {}  # of each version here: of its chunks that are here
         holdings = Holdings(self._place, self._written, self._will_come, self._digest if verify else None)
         self._server = ChunkServer(transport, self.image, send_mail, holdings)
-        self._epochs: defaultdict[int, int] = defaultdict(lambda: epoch)
+        self._epochs = epochs or Epochs()
         self._told = -1
         self._now: _Task | None = None
         self._next: _Task | None = None
@@ -161,7 +161,7 @@ class Forwarder:
 
     def forget(self, rank: int, epoch: int) -> None:
         """`rank` is gone, by the loss of this epoch. Call it after the transport's own `forget`."""
-        self._epochs[rank] = epoch
+        self._epochs.lost(rank, epoch)
         self._server.forget(rank, epoch)
         for fetch in self._stopped:
             fetch.forget(rank)
@@ -171,6 +171,7 @@ class Forwarder:
     def begin_anew(self, epoch: int, readers: Collection[int]) -> None:
         """The others have gone on without this rank, by the loss of this epoch: what it has and what it asked for is void.
 
+        Call it after the transport's `forget` of all other ranks: they have ended what they had with this one.
         The memory stays, and what `readers`, the rollouts that map it, have leased of it stays until they give it back.
         """
         if self._fetch is not None:
@@ -181,8 +182,8 @@ class Forwarder:
             fetch.cancel()
         self._now = self._next = None
         self._told = -1
-        self._epochs = defaultdict(lambda: epoch)
-        self._server.begin_anew()
+        self._epochs.begin_anew(epoch)
+        self._server.begin_anew(epoch)
         self.image.void({self._transport.rank, *readers})
 
     def stalled_on(self, now: float, timeout_s: float) -> tuple[int, int] | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseReturn
 from laminar_hpc.weights.digest import Hasher
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.fetch import SLOT_PATIENCE_S, Fetch
 from laminar_hpc.weights.image import Image, SlotState
 from laminar_hpc.weights.serve import SendMail
@@ -20,9 +19,9 @@ class RemoteImage:
     """Versions fetched from other nodes, one at a time: idle > `begin` > fetching > (`poll` gives a lease) > `done` > idle."""
 
     def __init__(
-        self, transport: Transport, layout: Layout, send_mail: SendMail, *, window: int, verify: bool, epoch: int = 0
+        self, transport: Transport, layout: Layout, send_mail: SendMail, *, window: int, verify: bool, epochs: Epochs
     ) -> None:
-        """`epoch` is that of its own last loss, `window` and `verify` as in the config's section `weights`."""
+        """`epochs` are this rank's, `window` and `verify` as in the config's section `weights`."""
         self._transport = transport
         self._layout = layout
         self._send_mail = send_mail
@@ -31,7 +30,7 @@ class RemoteImage:
         self._image: Image | None = None  # no memory is taken where none is needed
         self._fetch: Fetch | None = None
         self._stopped: list[Fetch] = []
-        self._epochs: defaultdict[int, int] = defaultdict(lambda: epoch)
+        self._epochs = epochs
         self._wanted: tuple[int, int] | None = None
         self._ready: int | None = None
         self._short_since_s: float | None = None
@@ -98,18 +97,16 @@ class RemoteImage:
             if fetch.version == message.version:
                 fetch.refused(message)
 
-    def forget(self, rank: int, epoch: int) -> None:
-        """`rank` is gone, by the loss of this epoch."""
-        self._epochs[rank] = epoch
+    def forget(self, rank: int) -> None:
+        """`rank` is gone."""
         for fetch in [*self._stopped, *([self._fetch] if self._fetch is not None else [])]:
             fetch.forget(rank)
 
-    def start_over(self, epoch: int) -> None:
-        """The others have taken this rank for gone, by the loss of this epoch: what it had asked of them never comes."""
+    def start_over(self) -> None:
+        """The others have taken this rank for gone: what it had asked of them never comes."""
         self.drop()
         for fetch in self._stopped:
             fetch.cancel()
-        self._epochs = defaultdict(lambda: epoch)
 
     def close(self) -> None:
         """Give the memory up."""

@@ -55,6 +55,7 @@ class ChunkServer:
         self._waiting: list[ChunkRequest] = []
         self._sending: list[_Sending] = []
         self._epochs: dict[int, int] = {}  # of ranks that were lost: what they asked for earlier is void
+        self._own_epoch = 0  # of this rank's own last loss: and so is what others had asked it for
 
     @property
     def sending(self) -> bool:
@@ -63,7 +64,7 @@ class ChunkServer:
 
     def ask(self, request: ChunkRequest) -> None:
         """Take a request in; ProtocolError where its chunk can never come from here."""
-        if request.epoch < self._epochs.get(request.rank, 0):
+        if request.epoch < max(self._own_epoch, self._epochs.get(request.rank, 0)):
             return
         if self._holdings.place(request.chunk) is None:
             raise ProtocolError(
@@ -78,8 +79,9 @@ class ChunkServer:
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 
-    def begin_anew(self) -> None:
-        """This rank counts as gone itself: whoever has asked it asks another one. Sends under way end by themselves."""
+    def begin_anew(self, epoch: int) -> None:
+        """This rank was lost itself, by the loss of this epoch: whoever has asked it by then asks another one."""
+        self._own_epoch = epoch
         self._waiting.clear()
 
     def poll(self) -> bool:

@@ -98,7 +98,8 @@ class TierStorm:
         elif kind == "fault":
             return self.relays.fault()
         elif kind == "repeat":
-            old = [event for event in self.said if not isinstance(event, Published)]
+            # the manager's own word that a rank is heard again is never late: of a dead one it would call a dead spare
+            old = [event for event in self.said if not isinstance(event, Published | RankHeard)]
             return random.choice(old) if old else None
         elif self.relays.ghosts:
             return random.choice(self.relays.ghosts)

@@ -43,7 +43,7 @@ class Kept:
     """A keeper, and trainers that write a file each."""
 
     def __init__(self, root: Path, attempt: int = 0, keep: int = 2) -> None:
-        self.keeper = CheckpointKeeper(str(root), attempt, keep, clock_zero_unix_s=1000.0)
+        self.keeper = CheckpointKeeper(str(root), attempt, keep, clock_zero_unix_s=1000.0, trainers=1)
 
     def events(self, count: int) -> list[SnapshotWritten | Committed]:
         found: list[SnapshotWritten | Committed] = []
@@ -116,6 +116,16 @@ def test_one_that_was_passed_over_never_outlives_those_of_the_attempt_that_goes_
     saved, wrong = newest_checkpoint(str(tmp_path))
     assert (saved.manifest.step, wrong) == (10, [])
     second.keeper.close()
+
+
+def test_one_that_lacks_a_part_is_not_put_into_place(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.keeper.write(1, books(1), [])
+    kept.keeper.commit(1)  # and no trainer has written its part
+    _, committed = kept.events(2)
+    assert committed == Committed(1, f"{tmp_path}/step-00000001.attempt-0.part: a part is missing")
+    assert newest_checkpoint(str(tmp_path)) == (None, [])
+    kept.keeper.close()
 
 
 def test_what_is_not_complete_is_none(tmp_path: Path) -> None:
@@ -200,7 +210,7 @@ def test_a_kill_in_the_middle_leaves_no_checkpoint(tmp_path: Path) -> None:
         "        os.kill(os.getpid(), 9)\n"
         "    return write(path, parts)\n"
         "checkpoint._write_file = once\n"
-        f"keeper = checkpoint.CheckpointKeeper({str(tmp_path)!r}, 0, 2, 0.0)\n"
+        f"keeper = checkpoint.CheckpointKeeper({str(tmp_path)!r}, 0, 2, 0.0, 0)\n"
         "keeper.write(1, b'books', [])\n"
         "keeper.commit(1)\n"
         "keeper.close()\n"

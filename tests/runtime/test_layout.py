@@ -20,6 +20,7 @@ def test_links_are_measured_once_all_relays_are_there() -> None:
     assert desk.relay_ready(2) == []
     assert desk.relay_ready(4) == [(3, 2), (4, 3)]
     assert desk.relay_ready(4) == []
+    assert desk.relay_ready(9) == []  # a spare that takes over
 
 
 def test_nothing_is_measured_for_chunks_whose_length_is_given() -> None:

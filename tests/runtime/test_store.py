@@ -13,8 +13,8 @@ from laminar_hpc.runtime.store import Store
 A, B = 5, 6
 
 
-def spec(resume_tokens: int = 0) -> TrajectorySpec:
-    return TrajectorySpec(7, 3, 1, 0, Purpose.TRAIN, 99, resume_tokens)
+def spec(resume_tokens: int = 0, id: int = 7) -> TrajectorySpec:
+    return TrajectorySpec(id, 3, 1, 0, Purpose.TRAIN, 99, resume_tokens)
 
 
 def block(offset: int, *tokens: int, source: Source = Source.MODEL) -> Block:
@@ -88,3 +88,16 @@ def test_what_is_dropped_is_gone(store: Store) -> None:
     store.append(Append(A, 0, [block(0, 1, source=Source.PROMPT)]))
     with pytest.raises(ProtocolError, match="rank 6 asks for trajectory 7"):
         store.fetch(Fetch(B, 1, [7]))
+
+
+def test_who_owns_what_is_asked_for() -> None:
+    """A rollout that was given up may ask for what others have by now, or for what is settled."""
+    store = Store()
+    store.assign(spec(), A, 0)
+    store.assign(spec(id=8), A, 0)
+    assert store.owns_all(A, [7, 8])
+    store.assign(spec(), B, 0)
+    assert not store.owns_all(A, [7, 8])
+    assert store.owns_all(A, [8])
+    store.drop(8)
+    assert not store.owns_all(A, [8])

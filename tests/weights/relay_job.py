@@ -260,6 +260,9 @@ class RelayJob:
                 lender.drop(message.rank, message.epoch)
             case Readmitted():
                 self.incarnation[rank] = message.incarnation
+                for other in [*self.publishers, *self.relays, *self.pullers]:
+                    if other != rank:
+                        self.transports[rank].forget(other)
                 forwarder.begin_anew(message.epoch, [each for each, p in self.pullers.items() if p.relay == rank])
                 lender.begin_anew()
                 self.obey(self.distribution.relay_ready(RelayReady(rank, message.incarnation, f"node{rank}"), self.now))

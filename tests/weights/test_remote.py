@@ -11,6 +11,7 @@ from relay_job import image_of
 
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, Lease, LeaseReturn
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.remote import RemoteImage
@@ -52,7 +53,7 @@ class Pair:
         self.net = MemoryNet(Random(1))
         self.relays = {rank: Relay(self.net, rank) for rank in (1, 2)}
         self.transport = MemoryTransport(self.net, 3)
-        self.remote = RemoteImage(self.transport, LAYOUT, self.net.sender(3), window=2, verify=True)
+        self.remote = RemoteImage(self.transport, LAYOUT, self.net.sender(3), window=2, verify=True, epochs=Epochs())
         self.returned: list[tuple[int, int]] = []
 
     def turn(self) -> Lease | None:
@@ -115,7 +116,7 @@ def test_a_relay_that_dies_is_replaced(pair: Pair) -> None:
     pair.turn()
     pair.net.kill(1)
     pair.transport.forget(1)
-    pair.remote.forget(1, 1)
+    pair.remote.forget(1)
     assert pair.fetch() is None
     pair.remote.drop()
     pair.remote.begin(2, 4, 0.0)

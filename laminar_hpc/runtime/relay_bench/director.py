@@ -295,7 +295,7 @@ class Director:
                 case Readmit():
                     self._silent.discard(command.rank)
                     self._incarnations[command.rank] = command.incarnation
-                    send(command.rank, Readmitted(command.incarnation, self._epoch_of[command.rank]))
+                    send(command.rank, Readmitted(command.incarnation, self._epoch_of.get(command.rank, 0)))
                 case EndJob():
                     raise EngineError(f"bench: {command.reason}")
                 case _:
