@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -129,3 +130,60 @@ def test_one_emulated_engine_lives_as_published_in_a_real_job(tmp_path: Path) ->
     found = (full_s[0], full_s[-1], waiting_s[-1], (ended["finished_s"].max() - begin_s) / scale)
     assert found == pytest.approx(PUBLISHED, rel=0.1)
     assert found == pytest.approx(IN_NO_TIME, rel=0.03)
+
+
+class Work(NamedTuple):
+    """What the rollouts of a job did while there were prompts to hand out: afterwards all drain, whatever is moved."""
+
+    tokens_per_s: float
+    kv_use: float
+
+
+def work_of(run: Run) -> Work:
+    """Seconds are of this machine; a rollout's use of its cache counts for as long as it was so."""
+    handed_out_s = run.table("hand_outs")["handed_out_s"]
+    since_s, until_s = handed_out_s.min(), handed_out_s.max()
+    rows = run.table("engine")
+    rows = rows[(rows["time_s"] > since_s) & (rows["time_s"] <= until_s)]
+    held = 0.0
+    for rank in np.unique(rows["rank"]):
+        of_rank = rows[rows["rank"] == rank]
+        held += float((of_rank["kv_use"] * np.diff(of_rank["time_s"], prepend=since_s)).sum())
+    return Work(
+        float(rows["generated_tokens"].sum()) / (until_s - since_s),
+        held / (until_s - since_s) / len(np.unique(rows["rank"])),
+    )
+
+
+@pytest.mark.slow
+def test_repack_generates_more_on_the_same_rollouts(tmp_path: Path) -> None:
+    """Only the direction: README.md has the sizes, from a job of 16."""
+    found = []
+    for enabled in ("false", "true"):
+        run = run_of(
+            tmp_path,
+            400.0,
+            job__seed=1,
+            job__rollouts=4,
+            rollout__concurrency=64,
+            rollout__max_response_tokens=8192,
+            rollout__stream_interval_s=0.1,
+            paced__time_scale=0.05,
+            paced__train_token_s=1e-6,
+            batch__prompts=16,
+            control__steps=6,
+            control__ahead=3,
+            repack__enabled=enabled,
+            repack__every_s=0.25,
+        )
+        status = read_status(run.run_dir)
+        assert status is not None
+        assert status.lag is not None
+        assert status.lag <= MOST_LAG
+        moved = (run.table("moves")["ending"] == b"moved").sum()
+        assert (moved > 0) == (enabled == "true")
+        found.append(work_of(run))
+        (tmp_path / "run").rename(tmp_path / f"repack {enabled}")
+    without, with_moves = found
+    assert with_moves.tokens_per_s > without.tokens_per_s
+    assert with_moves.kv_use > without.kv_use
