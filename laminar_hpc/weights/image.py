@@ -3,7 +3,7 @@
 The memory has no name: it is an anonymous file (`memfd_create`) that other processes of the same user map through
 `/proc/<pid>/fd/<n>` of its owner. It is gone with the last process that has it open or mapped, however that one ends; a
 file in /dev/shm outlives a killed job, has to be found and removed by the next one, and shares a size limit that
-containers set to 64 MB. The file is open to its owner's user alone and cannot change its size, so that no reader can
+containers set to 64 MB. The file is open to its owner's user alone and cannot shrink, so that no reader can
 fault on bytes that are no longer there. Readers map it read-only (process/memory.py).
 """
 
