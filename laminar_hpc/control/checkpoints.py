@@ -35,7 +35,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being made, or what was written of one that was given up is still to be removed."""
+        """Whether one is being made, or the manager is not done with its part of one that was given up."""
         return self._writing is not None or self._books_due
 
     @property

@@ -25,7 +25,6 @@ from laminar_hpc.protocol.peer import (
     AddTrajectory,
     EngineOutput,
     EngineUp,
-    Lease,
     LoadWeights,
     Manifest,
     StartEngine,
@@ -115,7 +114,7 @@ def bench_rollout(config: Config, rounds: int = ROUNDS) -> float:
             for side in (loop, bare):
                 side.send(StartEngine(config.model_dump_json().encode(), manifest))
                 _expect(side.receive(config.job.start_timeout_s, "start"), EngineUp)
-            loop.send(LoadWeights(Lease(0, image.path, image.offset_of(0))))
+            loop.send(LoadWeights(image.lent(0)))
             _expect(loop.receive(config.rollout.timeout_s, "load the weights"), WeightsLoaded)
             for side in (loop, bare):
                 _generate(side, config, work[0])  # warm up

@@ -145,9 +145,10 @@ class RelayLoop:
                 raise ProtocolError(f"{self._rank.name}: unexpected {type(message).__name__} from rank {source}")
 
     def _forget(self, lost: Lost) -> None:
-        self._epochs.lost(lost.rank, lost.epoch)
         self._transport.forget(lost.rank)
-        if self._forwarder is not None and self._lender is not None:
+        if self._forwarder is None or self._lender is None:
+            self._epochs.lost(lost.rank, lost.epoch)
+        else:
             self._forwarder.forget(lost.rank, lost.epoch)
             self._lender.drop(lost.rank, lost.epoch)
 
@@ -172,11 +173,12 @@ class RelayLoop:
     def _begin_anew(self, message: Readmitted) -> None:
         """The others have gone on without this relay: what it has and what it asked for is void."""
         self._incarnation = message.incarnation
-        self._epochs.begin_anew(message.epoch)
         for other in range(self._rank.world.size):
             if other != self._rank.world.rank:
                 self._transport.forget(other)
-        if self._forwarder is not None and self._lender is not None:
+        if self._forwarder is None or self._lender is None:
+            self._epochs.begin_anew(message.epoch)
+        else:
             rank = self._rank
             on_node = {other for other in rank.ranks_of(Role.ROLLOUT) if rank.placements[other].node == rank.me.node}
             self._forwarder.begin_anew(message.epoch, on_node)

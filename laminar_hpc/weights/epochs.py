@@ -1,4 +1,4 @@
-"""Which losses concern a rank, as far as it has heard: what it asks of others carries the last one."""
+"""Which losses concern a rank, as far as it has heard: what it asks carries the last one, what it is asked with less is void."""
 
 from __future__ import annotations
 

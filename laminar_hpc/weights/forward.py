@@ -29,7 +29,7 @@ from laminar_hpc.protocol.commands import Broadcast
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, LeaseReturn
 from laminar_hpc.weights.digest import Hasher, image_digest
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.fetch import SLOT_PATIENCE_S, Fetch
+from laminar_hpc.weights.fetch import Fetch, Shortage
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import chunk_order
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
@@ -87,9 +87,7 @@ class Forwarder:
         self._next: _Task | None = None
         self._fetch: Fetch | None = None
         self._stopped: list[Fetch] = []  # over, but somebody may still write to their slots
-        self._slots = slots
-        self._short_since_s: float | None = None
-        """Since when there has been no slot for the version whose turn it is."""
+        self._shortage = Shortage(self.image, transport)
         transport.register(self.image.memory)
 
     @property
@@ -233,9 +231,9 @@ class Forwarder:
     def _begin(self, broadcast: Broadcast, now: float) -> bool:
         buffer = self.image.begin_fill(broadcast.version)
         if buffer is None:
-            self._make_room(now)
+            self._shortage.goes_on(len(self._stopped), now)
             return False
-        self._short_since_s = None
+        self._shortage.ended()
         self._fetch = Fetch(
             self._transport,
             self._manifest,
@@ -253,17 +251,6 @@ class Forwarder:
         self._digests = {version: digests for version, digests in self._digests.items() if version in kept}
         self._digests[broadcast.version] = self._fetch.digests
         return True
-
-    def _make_room(self, now: float) -> None:
-        """No slot is free: make one, where that is for the sake of those that may be written to for ever."""
-        if self._short_since_s is None:
-            self._short_since_s = now
-        extra = self.image.slots - self._slots
-        if len(self._stopped) > extra and now - self._short_since_s >= SLOT_PATIENCE_S:
-            memory = self.image.add_slot()
-            if memory is not None:
-                self._transport.register(memory)
-                self._short_since_s = now
 
     def _finish(self, task: _Task, now: float) -> Held:
         version, fetch = task.broadcast.version, self._fetch

@@ -12,6 +12,7 @@ import msgspec
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.serve import SendMail
 
@@ -118,11 +119,11 @@ class Lender:
         self._image = image
         self._send_mail = send_mail
         self._waiting: list[LeaseRequest] = []
-        self._epochs: dict[int, int] = {}  # of rollouts that were lost: what they asked for earlier is void
+        self._epochs = Epochs()
 
     def asked(self, request: LeaseRequest) -> None:
         """Answer `request` at the next `poll` at which a version new enough is complete."""
-        if request.epoch >= self._epochs.get(request.rank, 0):  # last words may come after the news of a death
+        if request.epoch >= self._epochs[request.rank]:  # last words may come after the news of a death
             self._waiting.append(request)
 
     def returned(self, message: LeaseReturn) -> None:
@@ -135,7 +136,7 @@ class Lender:
 
     def drop(self, rank: int, epoch: int) -> None:
         """`rank` is gone, by the loss of this epoch: its leases, and what it had asked for by then, go with it."""
-        self._epochs[rank] = epoch
+        self._epochs.lost(rank, epoch)
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 

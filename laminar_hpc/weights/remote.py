@@ -6,7 +6,7 @@ from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseReturn
 from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.fetch import SLOT_PATIENCE_S, Fetch
+from laminar_hpc.weights.fetch import Fetch, Shortage
 from laminar_hpc.weights.image import Image, SlotState
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import FromRelay
@@ -33,7 +33,7 @@ class RemoteImage:
         self._epochs = epochs
         self._wanted: tuple[int, int] | None = None
         self._ready: int | None = None
-        self._short_since_s: float | None = None
+        self._shortage: Shortage | None = None
 
     @property
     def waiting_for(self) -> str:
@@ -121,17 +121,19 @@ class RemoteImage:
         assert self._wanted is not None
         relay, version = self._wanted
         manifest = self._layout.manifest
-        if self._image is None:
+        if self._image is None or self._shortage is None:
             self._image = Image.create(manifest.nbytes, SLOTS)
             self._transport.register(self._image.memory)
+            self._shortage = Shortage(self._image, self._transport)
         if self._image.state(version) is SlotState.READY:  # fetched for a worker that did not live to load it
             self._wanted, self._ready = None, version
             return
         buffer = self._image.begin_fill(version)
         if buffer is None:
-            self._make_room(now)
+            self._shortage.goes_on(len(self._stopped), now)
             return
-        self._wanted = self._short_since_s = None
+        self._shortage.ended()
+        self._wanted = None
         self._fetch = Fetch(
             self._transport,
             manifest,
@@ -145,17 +147,6 @@ class RemoteImage:
             epochs=self._epochs,
             now=now,
         )
-
-    def _make_room(self, now: float) -> None:
-        """As a relay does (weights/forward.py)."""
-        assert self._image is not None, "it had no slot free"
-        if self._short_since_s is None:
-            self._short_since_s = now
-        if len(self._stopped) > self._image.slots - SLOTS and now - self._short_since_s >= SLOT_PATIENCE_S:
-            memory = self._image.add_slot()
-            if memory is not None:
-                self._transport.register(memory)
-                self._short_since_s = now
 
     def _leave(self, fetch: Fetch) -> None:
         self._fetch = None

@@ -9,6 +9,7 @@ from laminar_hpc.errors import PeerLost, ProtocolError
 from laminar_hpc.mpi.transport import Transfer, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.image import Image, SlotState
 
 SendMail = Callable[[int, AnyRecord], None]
@@ -54,8 +55,7 @@ class ChunkServer:
         self._holdings = holdings
         self._waiting: list[ChunkRequest] = []
         self._sending: list[_Sending] = []
-        self._epochs: dict[int, int] = {}  # of ranks that were lost: what they asked for earlier is void
-        self._own_epoch = 0  # of this rank's own last loss: and so is what others had asked it for
+        self._epochs = Epochs()
 
     @property
     def sending(self) -> bool:
@@ -64,7 +64,7 @@ class ChunkServer:
 
     def ask(self, request: ChunkRequest) -> None:
         """Take a request in; ProtocolError where its chunk can never come from here."""
-        if request.epoch < max(self._own_epoch, self._epochs.get(request.rank, 0)):
+        if request.epoch < self._epochs[request.rank]:
             return
         if self._holdings.place(request.chunk) is None:
             raise ProtocolError(
@@ -75,13 +75,13 @@ class ChunkServer:
 
     def forget(self, rank: int, epoch: int) -> None:
         """`rank` is gone: its requests and what it borrowed are void. Sends to it end by themselves, in PeerLost."""
-        self._epochs[rank] = epoch
+        self._epochs.lost(rank, epoch)
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 
     def begin_anew(self, epoch: int) -> None:
         """This rank was lost itself, by the loss of this epoch: whoever has asked it by then asks another one."""
-        self._own_epoch = epoch
+        self._epochs.begin_anew(epoch)
         self._waiting.clear()
 
     def poll(self) -> bool:
