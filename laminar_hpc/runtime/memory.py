@@ -25,6 +25,12 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
+def has_room(nbytes: int) -> bool:
+    """Whether this node can spare `nbytes`, as far as can be seen."""
+    available = available_bytes()
+    return available is None or nbytes <= available
+
+
 def check_memory(needed: int, what: str) -> None:
     """ConfigError where this node has not got `needed` bytes left for `what`."""
     available = available_bytes()

@@ -22,7 +22,7 @@ from laminar_hpc.protocol.peer import (
     Readmitted,
 )
 from laminar_hpc.protocol.wire import AnyRecord
-from laminar_hpc.runtime.memory import check_memory
+from laminar_hpc.runtime.memory import check_memory, has_room
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, TRANSFER_NAP_S, Rank
 from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.forward import Forwarder
@@ -146,11 +146,10 @@ class RelayLoop:
 
     def _forget(self, lost: Lost) -> None:
         self._transport.forget(lost.rank)
-        if self._forwarder is None or self._lender is None:
-            self._epochs.lost(lost.rank, lost.epoch)
-        else:
-            self._forwarder.forget(lost.rank, lost.epoch)
-            self._lender.drop(lost.rank, lost.epoch)
+        self._epochs.lost(lost.rank, lost.epoch)
+        if self._forwarder is not None and self._lender is not None:
+            self._forwarder.forget(lost.rank)
+            self._lender.drop(lost.rank)
 
     def _begin(self, now: float) -> None:
         assert self._layout is not None
@@ -164,8 +163,9 @@ class RelayLoop:
             slots=weights.slots,
             verify=weights.verify,
             epochs=self._epochs,
+            has_room=has_room,
         )
-        self._lender = Lender(self._forwarder.image, rank.mail.send)
+        self._lender = Lender(self._forwarder.image, rank.mail.send, self._epochs)
         early, self._early = self._early, []
         for source, message in early:
             self._weights(source, message, now)
@@ -176,12 +176,12 @@ class RelayLoop:
         for other in range(self._rank.world.size):
             if other != self._rank.world.rank:
                 self._transport.forget(other)
-        if self._forwarder is None or self._lender is None:
-            self._epochs.begin_anew(message.epoch)
-        else:
+        self._epochs.begin_anew(message.epoch)
+        self._early.clear()
+        if self._forwarder is not None and self._lender is not None:
             rank = self._rank
             on_node = {other for other in rank.ranks_of(Role.ROLLOUT) if rank.placements[other].node == rank.me.node}
-            self._forwarder.begin_anew(message.epoch, on_node)
+            self._forwarder.begin_anew(on_node)
             self._lender.begin_anew()
         self._say_ready()
 

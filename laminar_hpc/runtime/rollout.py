@@ -144,6 +144,9 @@ class RolloutLoop:
             return "the layout of the weights" if self._layout is None else "its engine to start"
         if self._weights.pulling:
             return self._weights.waiting_for or "its engine to load weights"
+        if self._fetching:
+            asked = sum(len(trajectories) for trajectories in self._fetching.values())
+            return f"what rank {MANAGER} (manager) has of {asked} trajectories that go on here"
         if self._grader.waiting_for():
             return self._grader.waiting_for()
         return "" if self._active else "prompts from the manager"

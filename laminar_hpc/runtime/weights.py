@@ -10,6 +10,7 @@ from typing import NamedTuple
 from laminar_hpc.mpi.transport import Transport, build_transport
 from laminar_hpc.protocol.commands import Attach
 from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease
+from laminar_hpc.runtime.memory import has_room
 from laminar_hpc.runtime.rank import Rank
 from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.pull import LentMemory, Puller
@@ -191,6 +192,7 @@ class WeightsDesk:
                 window=weights.window,
                 verify=weights.verify,
                 epochs=self._epochs,
+                has_room=has_room,
             )
         self._remote.begin(relay, version, now)
 

@@ -15,11 +15,15 @@ class Epochs:
         self._own = 0
 
     def __getitem__(self, rank: int) -> int:
-        return max(self._own, self._of.get(rank, 0))
+        return max(self._own, self.of(rank))
+
+    def of(self, rank: int) -> int:
+        """The epoch of the last loss of `rank` itself."""
+        return self._of.get(rank, 0)
 
     def lost(self, rank: int, epoch: int) -> None:
         """Another rank was lost."""
-        self._of[rank] = max(epoch, self._of.get(rank, 0))
+        self._of[rank] = max(epoch, self.of(rank))
 
     def begin_anew(self, epoch: int) -> None:
         """This one was lost, and the others have gone on without it."""

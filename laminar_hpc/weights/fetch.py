@@ -14,41 +14,12 @@ from laminar_hpc.mpi.transport import Receive, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Manifest
 from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.scatter import contiguous, scatter
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Part, Sources
 
-SLOT_PATIENCE_S = 2.0
-"""How long a version waits for a slot in which the rest of a chunk may still come from a rank that is gone. A rank that has
-died is found dead by then; one that is cut off, or stopped, in the middle of a chunk may be so for ever."""
-
 MAX_RETRIES = 3
 """How often a chunk with a wrong digest is asked for again."""
-
-
-class Shortage:
-    """The wait of a version for a slot of `image`, and the end of it where slots may be written to for ever: another slot."""
-
-    def __init__(self, image: Image, transport: Transport) -> None:
-        self._image = image
-        self._transport = transport
-        self._slots = image.slots
-        self._since_s: float | None = None
-
-    def ended(self) -> None:
-        """There was a slot."""
-        self._since_s = None
-
-    def goes_on(self, pinned: int, now: float) -> None:
-        """There is none; fetches that are over hold `pinned` of them, since somebody may still write there."""
-        if self._since_s is None:
-            self._since_s = now
-        if pinned > self._image.slots - self._slots and now - self._since_s >= SLOT_PATIENCE_S:
-            memory = self._image.add_slot()
-            if memory is not None:
-                self._transport.register(memory)
-                self._since_s = now
 
 
 class _Asked:
@@ -121,10 +92,15 @@ class Fetch:
         """Whether all chunks are there."""
         return len(self._digests) == self._manifest.chunks
 
-    @property
-    def borrowed_from(self) -> set[int]:
-        """The ranks that hold the version for this one."""
-        return self._borrowed
+    def done_with(self) -> set[int]:
+        """Of a fetch that is over: the ranks that hold the version for this one and do so no longer for anything; once each.
+
+        A source that answers a request lends the version with it, so none of whom something is still asked.
+        """
+        pending = {asked.part.source for asked in [*self._asked, *self._left_behind]}
+        done = self._borrowed - pending
+        self._borrowed &= pending
+        return done
 
     @property
     def digests(self) -> dict[int, bytes]:

@@ -20,16 +20,17 @@ another one is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.commands import Broadcast
-from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, LeaseReturn
-from laminar_hpc.weights.digest import Hasher, image_digest
+from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout
+from laminar_hpc.weights.digest import image_digest
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.fetch import Fetch, Shortage
+from laminar_hpc.weights.fetch import Fetch
+from laminar_hpc.weights.fetches import Fetches
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.reshard import chunk_order
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
@@ -63,8 +64,13 @@ class Forwarder:
         slots: int,
         verify: bool,
         epochs: Epochs | None = None,
+        has_room: Callable[[int], bool] = lambda _nbytes: True,
     ) -> None:
-        """`window`, `slots` and `verify` are as in the config's section `weights`; `epochs` are the rank's (None: no losses)."""
+        """`window`, `slots` and `verify` are as in the config's section `weights`.
+
+        `epochs` are the rank's (None: no losses); its owner tells them of losses before it calls `forget` or `begin_anew`.
+        `has_room` says whether the node can spare so many bytes.
+        """
         self.image = Image.create(layout.manifest.nbytes, slots)
         self.skipped: list[int] = []
         """Versions that were passed over for newer ones, or given up; whoever reads them may clear the list."""
@@ -75,37 +81,42 @@ class Forwarder:
         self._manifest = layout.manifest
         self._cuts: list[Cut] | None = None
         self._order = chunk_order(layout.manifest, layout.shards)
-        self._send_mail = send_mail
-        self._window = window
-        self._hasher = Hasher() if verify else None
+        self._verify = verify
         self._digests: dict[int, dict[int, bytes]] = {}  # of each version here: of its chunks that are here
         holdings = Holdings(self._place, self._written, self._will_come, self._digest if verify else None)
-        self._server = ChunkServer(transport, self.image, send_mail, holdings)
-        self._epochs = epochs or Epochs()
+        epochs = epochs or Epochs()
+        self._server = ChunkServer(transport, self.image, send_mail, holdings, epochs)
+        self._fetches = Fetches(
+            transport,
+            self.image,
+            layout.manifest,
+            send_mail,
+            window=window,
+            verify=verify,
+            epochs=epochs,
+            has_room=has_room,
+        )
         self._told = -1
         self._now: _Task | None = None
         self._next: _Task | None = None
-        self._fetch: Fetch | None = None
-        self._stopped: list[Fetch] = []  # over, but somebody may still write to their slots
-        self._shortage = Shortage(self.image, transport)
-        transport.register(self.image.memory)
 
     @property
     def busy(self) -> bool:
         """Whether chunks are on their way, in or out."""
-        return self._fetch is not None or self._server.sending
+        return self._fetches.under_way is not None or self._server.sending
 
     @property
     def arrived(self) -> tuple[int, int] | None:
         """The version under way and how many of its chunks are here; None where none is under way."""
-        return None if self._fetch is None else (self._fetch.version, len(self._fetch.digests))
+        fetch = self._fetches.under_way
+        return None if fetch is None else (fetch.version, len(fetch.digests))
 
     @property
     def waiting_for(self) -> str:
         """What it waits for and from whom, for people; "" when no broadcast is under way."""
-        if self._fetch is not None:
-            return self._fetch.waiting_for
-        return f"a slot for version {self._now.broadcast.version}: {self.image.describe()}" if self._now else ""
+        if self._fetches.under_way is not None:
+            return self._fetches.under_way.waiting_for
+        return self._fetches.waiting_for_slot(self._now.broadcast.version) if self._now else ""
 
     # --- what others say --------------------------------------------------------------------------------------------
 
@@ -118,8 +129,8 @@ class Forwarder:
             )
         if self._now is not None and version == self._now.broadcast.version:
             self._now = _Task(broadcast, self._now.started_s)
-            if self._fetch is not None:
-                self._fetch.turn_to(self._sources(broadcast), now)
+            if self._fetches.under_way is not None:
+                self._fetches.under_way.turn_to(self._sources(broadcast), now)
         elif self._next is not None and version == self._next.broadcast.version:
             self._next = _Task(broadcast, self._next.started_s)
         elif version > self._told:
@@ -147,49 +158,34 @@ class Forwarder:
 
     def sent(self, message: ChunkSent) -> None:
         """The one before this one says what it has sent."""
-        if self._fetch is not None and self._fetch.version == message.version:
-            self._fetch.sent(message)
+        self._fetches.sent(message)
 
     def refused(self, message: ChunkGone) -> None:
         """The one before this one will never have a chunk."""
-        fetches = [*self._stopped, self._fetch] if self._fetch is not None else self._stopped
-        for fetch in fetches:
-            if fetch.version == message.version:
-                fetch.refused(message)
+        self._fetches.refused(message)
 
-    def forget(self, rank: int, epoch: int) -> None:
-        """`rank` is gone, by the loss of this epoch. Call it after the transport's own `forget`."""
-        self._epochs.lost(rank, epoch)
-        self._server.forget(rank, epoch)
-        for fetch in self._stopped:
-            fetch.forget(rank)
-        if self._fetch is not None:
-            self._fetch.forget(rank)
+    def forget(self, rank: int) -> None:
+        """`rank` is gone. Call it after the transport's own `forget`."""
+        self._server.forget(rank)
+        self._fetches.forget(rank)
 
-    def begin_anew(self, epoch: int, readers: Collection[int]) -> None:
-        """The others have gone on without this rank, by the loss of this epoch: what it has and what it asked for is void.
+    def begin_anew(self, readers: Collection[int]) -> None:
+        """The others have gone on without this rank: what it has and what it asked for is void.
 
         Call it after the transport's `forget` of all other ranks: they have ended what they had with this one.
         The memory stays, and what `readers`, the rollouts that map it, have leased of it stays until they give it back.
         """
-        if self._fetch is not None:
-            self._fetch.stop()
-            self.image.drop(self._fetch.version)
-            self._leave(self._fetch)
-        for fetch in self._stopped:
-            fetch.cancel()
+        self._fetches.cancel()
         self._now = self._next = None
         self._told = -1
-        self._epochs.begin_anew(epoch)
-        self._server.begin_anew(epoch)
-        self.image.void({self._transport.rank, *readers})
+        self._server.begin_anew()
+        self.image.void(readers)
 
     def stalled_on(self, now: float, timeout_s: float) -> tuple[int, int] | None:
         """Version and source of a fetch in which nothing has come for `timeout_s`, once in that time."""
-        if self._fetch is None:
-            return None
-        source = self._fetch.stalled_on(now, timeout_s)
-        return None if source is None else (self._fetch.version, source)
+        fetch = self._fetches.under_way
+        source = None if fetch is None else fetch.stalled_on(now, timeout_s)
+        return None if fetch is None or source is None else (fetch.version, source)
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -199,95 +195,52 @@ class Forwarder:
         self.moved = False
         while self._now is not None and self._advance(now):
             held.append(self._finish(self._now, now))
-        for fetch in self._stopped[:]:
-            if fetch.quiet:
-                self._stopped.remove(fetch)
-                self.image.give_back(self._transport.rank, fetch.version)
-                self._return_leases(fetch.borrowed_from, fetch.version)
+        self._fetches.let_go()
         self.moved |= self._server.poll()
         return held
 
     def close(self) -> None:
         """Give the memory up: it is freed when no rollout reads from it and no transfer writes to it any more."""
-        if self._fetch is not None:
-            self._fetch.stop()
-        self._now = self._next = self._fetch = None
-        if self._hasher is not None:
-            self._hasher.close()
+        self._now = self._next = None
+        self._fetches.close()
         self.image.close()
 
     def _advance(self, now: float) -> bool:
         """Work on the version whose turn it is; True when it is complete."""
         assert self._now is not None
-        if self._fetch is None and not self._begin(self._now.broadcast, now):
+        fetch = self._fetches.under_way or self._begin(self._now.broadcast, now)
+        if fetch is None:
             return False
-        assert self._fetch is not None
-        self.moved |= self._fetch.poll(now)
-        if self._fetch.gone:
+        self.moved |= fetch.poll(now)
+        if fetch.gone:
             self._give_up()
             return False
-        return self._fetch.complete
+        return fetch.complete
 
-    def _begin(self, broadcast: Broadcast, now: float) -> bool:
-        buffer = self.image.begin_fill(broadcast.version)
-        if buffer is None:
-            self._shortage.goes_on(len(self._stopped), now)
-            return False
-        self._shortage.ended()
-        self._fetch = Fetch(
-            self._transport,
-            self._manifest,
-            broadcast.version,
-            self._sources(broadcast),
-            buffer,
-            order=self._order,
-            send_mail=self._send_mail,
-            window=self._window,
-            hasher=self._hasher,
-            epochs=self._epochs,
-            now=now,
-        )
-        kept = set(self.image.versions)
-        self._digests = {version: digests for version, digests in self._digests.items() if version in kept}
-        self._digests[broadcast.version] = self._fetch.digests
-        return True
+    def _begin(self, broadcast: Broadcast, now: float) -> Fetch | None:
+        fetch = self._fetches.begin(broadcast.version, self._sources(broadcast), self._order, now)
+        if fetch is not None:
+            kept = set(self.image.versions)
+            self._digests = {version: digests for version, digests in self._digests.items() if version in kept}
+            self._digests[broadcast.version] = fetch.digests
+        return fetch
 
     def _finish(self, task: _Task, now: float) -> Held:
-        version, fetch = task.broadcast.version, self._fetch
-        assert fetch is not None
-        self.image.complete(version)
+        version = task.broadcast.version
+        self._fetches.complete()
         digest = b""
-        if self._hasher is not None:
-            digest = image_digest(b"".join(fetch.digests[chunk] for chunk in range(self._manifest.chunks)))
-        self._leave(fetch)
+        if self._verify:
+            digests = self._digests[version]
+            digest = image_digest(b"".join(digests[chunk] for chunk in range(self._manifest.chunks)))
+        self._now, self._next = self._next, None
         return Held(version, now - task.started_s, self._manifest.nbytes, digest)
 
     def _give_up(self) -> None:
+        """On with the next one, where there is one."""
         assert self._now is not None
         self.skipped.append(self._now.broadcast.version)
-        if self._fetch is not None:
-            self._fetch.stop()
-            self.image.drop(self._fetch.version)
-            self._leave(self._fetch)
-        else:
-            self._now, self._next = self._next, None
-
-    def _leave(self, fetch: Fetch) -> None:
-        """This fetch is over: give back what it borrowed, once nobody writes to its slot any more.
-
-        Not before: a source that answers a request lends the version with it.
-        """
-        if fetch.quiet:
-            self._return_leases(fetch.borrowed_from, fetch.version)
-        else:
-            self.image.hold(self._transport.rank, fetch.version)
-            self._stopped.append(fetch)
-        self._fetch = None
+        self._fetches.give_up()
         self._now, self._next = self._next, None
-
-    def _return_leases(self, ranks: Iterable[int], version: int) -> None:
-        for rank in ranks:
-            self._send_mail(rank, LeaseReturn(self._transport.rank, version))
 
     # --- what it has ------------------------------------------------------------------------------------------------
 
@@ -303,7 +256,8 @@ class Forwarder:
         return self._manifest.chunk_range(chunk) if 0 <= chunk < self._manifest.chunks else None
 
     def _written(self, version: int, chunk: int) -> bool:
-        return self._fetch is not None and self._fetch.version == version and self._fetch.has(chunk)
+        fetch = self._fetches.under_way
+        return fetch is not None and fetch.version == version and fetch.has(chunk)
 
     def _will_come(self, version: int) -> bool:
         """Whether a version that is not here may be: it is this relay's turn to fetch it, or nobody has told of it yet."""

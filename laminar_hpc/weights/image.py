@@ -46,12 +46,32 @@ class _Slot:
         self.index = index
         self.offset = offset
         self.memory = memory
+        self.pins = 0
         self.clear()
 
     def clear(self) -> None:
         self.state = SlotState.EMPTY
         self.version: int | None = None
         self.leases: Counter[int] = Counter()
+
+    @property
+    def used(self) -> bool:
+        """Whether somebody may touch its bytes, or may want to."""
+        return bool(self.leases) or self.pins > 0
+
+
+class Pin:
+    """Keeps a slot's bytes from being used for another version, whatever becomes of the one that is in it."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self._slot: _Slot | None = slot
+        slot.pins += 1
+
+    def release(self) -> None:
+        """Nobody touches the bytes for this pin's sake any more. Calling it again does nothing."""
+        if self._slot is not None:
+            self._slot.pins -= 1
+            self._slot = None
 
 
 class Image:
@@ -64,13 +84,15 @@ class Image:
     * The filler: `begin_fill`, write the bytes, `complete`.
     * A reader of the newest version: `lease`, read, `give_back`. A borrower is a rank and may hold several leases.
     * A reader of one version, complete or not: `hold`, read those bytes that it knows are written, `give_back`.
+    * The owner's own transfers, out of a slot or into it: `pin`, and `Pin.release` when nothing touches the bytes any more.
 
     Invariants:
 
     1. No two slots hold the same version, and a version that begins to fill is newer than every READY one.
-    2. Bytes of a slot change only while it is FILLING, or DROPPED with somebody still writing, who then has a lease on it. A
-       READY slot becomes EMPTY only in `begin_fill`, for want of an empty one, and only without leases and when a newer
-       version is READY; a DROPPED one there too, without leases.
+    2. Bytes of a slot change only while it is FILLING, or when what was FILLING is given up or complete and somebody may still
+       write, who then has pinned it. A READY slot becomes EMPTY only in `begin_fill`, for want of an empty one, and only with
+       neither leases nor pins and when a newer version is READY; a DROPPED one there too. One that is DROPPED and only pinned
+       loses its version where that begins to fill again, in another slot.
     3. So whoever leased a version sees that version's bytes alone until it gives the lease back, and `newest` never sinks.
        But a lease may be taken back from a borrower that counts as gone (`drop_borrower`, `void`) and may be reading all the
        same. Before the slots each of them has a stamp, which changes before its bytes do: a reader that finds the stamp of
@@ -120,10 +142,12 @@ class Image:
         if (known is not None and not dropped) or (newest is not None and version <= newest):
             raise ProtocolError(f"image: version {version} cannot be filled; held are {self.describe()}")
         if known is not None and known.leases:
-            return None  # somebody may still write to it
-        slot = known or self._free_slot(newest)
+            return None  # what is lent is given back by its version's name
+        slot = self._free_slot(newest) if known is None or known.pins else known
         if slot is None:
             return None
+        if known is not None:
+            known.version = None
         slot.clear()
         self._stamps[1 + slot.index] += 1
         slot.state, slot.version = SlotState.FILLING, version
@@ -138,8 +162,11 @@ class Image:
         if index == MOST_SLOTS or self._fd is None:
             return None
         offset = _FIRST_SLOT + self._stride * index
-        os.ftruncate(self._fd, offset + self._stride)
-        mapped = mmap.mmap(self._fd, self._stride, offset=offset)
+        try:
+            os.ftruncate(self._fd, offset + self._stride)
+            mapped = mmap.mmap(self._fd, self._stride, offset=offset)
+        except OSError:
+            return None  # no address space, or no memory, is left
         self._slots.append(_Slot(index, offset, np.frombuffer(mapped, dtype=np.uint8)[: self.slot_bytes]))
         return self._slots[-1].memory
 
@@ -151,7 +178,7 @@ class Image:
         slot.state = SlotState.READY
 
     def drop(self, version: int) -> None:
-        """Give up `version`, which is FILLING. Its slot is used again when no lease on it is left."""
+        """Give up `version`, which is FILLING. Its slot is used again when neither a lease nor a pin on it is left."""
         slot = self._slot(version)
         if slot.state is not SlotState.FILLING:
             raise ProtocolError(f"image: version {version} is not being filled; held are {self.describe()}")
@@ -177,6 +204,10 @@ class Image:
     def hold(self, borrower: int, version: int) -> None:
         """Lend `version` to `borrower`, also while it is FILLING."""
         self._slot(version).leases[borrower] += 1
+
+    def pin(self, version: int) -> Pin:
+        """Keep the slot that `version` is in now, also when the version is given up."""
+        return Pin(self._slot(version))
 
     def give_back(self, borrower: int, version: int) -> None:
         """`borrower` gives one lease of `version` back."""
@@ -206,7 +237,7 @@ class Image:
                 slot.leases = Counter({rank: count for rank, count in slot.leases.items() if rank in readers})
 
     def leases(self, version: int) -> int:
-        """How many leases of `version` are out."""
+        """How many leases of `version` are out, pins not counted."""
         return self._slot(version).leases.total()
 
     @property
@@ -273,10 +304,10 @@ class Image:
 
     def _free_slot(self, newest: int | None) -> _Slot | None:
         unused = (SlotState.EMPTY, SlotState.DROPPED)
-        empty = next((slot for slot in self._slots if slot.state in unused and not slot.leases), None)
+        empty = next((slot for slot in self._slots if slot.state in unused and not slot.used), None)
         if empty is not None:
             return empty
-        retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.leases]
+        retirable = [s for s in self._slots if s.state is SlotState.READY and s.version != newest and not s.used]
         return min(retirable, key=lambda slot: slot.version or 0, default=None)
 
     def _view(self, slot: _Slot) -> NDArray[np.uint8]:
@@ -287,9 +318,10 @@ class Image:
     def describe(self) -> str:
         """What the slots hold and who has leased it, for people."""
         held = [
-            f"{s.version} ({s.state.value}, lent to {sorted(s.leases) or 'nobody'})"
+            f"{'one more' if s.version is None else s.version} ({s.state.value}, lent to {sorted(s.leases) or 'nobody'}"
+            f"{', in a transfer' if s.pins else ''})"
             for s in self._slots
-            if s.leases or s.version is not None
+            if s.used or s.version is not None
         ]
         return ", ".join(held) or "none"
 

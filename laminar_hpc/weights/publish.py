@@ -14,7 +14,8 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkRequest, Layout, LeaseReturn, WeightsWritten, WriteWeights
 from laminar_hpc.weights.digest import Hasher
-from laminar_hpc.weights.image import Image
+from laminar_hpc.weights.epochs import Epochs
+from laminar_hpc.weights.image import Image, Pin
 from laminar_hpc.weights.reshard import ShardMap
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
 
@@ -31,6 +32,7 @@ class Ready(NamedTuple):
 
 class _Hashing(NamedTuple):
     version: int
+    pin: Pin
     batches: list[Future[bytes]]
 
 
@@ -61,7 +63,8 @@ class Publisher:
             will_come=lambda version: version > self._begun,
             digest=None,
         )
-        self._server = ChunkServer(transport, self._image, send_mail, holdings)
+        self._epochs = Epochs()
+        self._server = ChunkServer(transport, self._image, send_mail, holdings, self._epochs)
         self._hasher = Hasher()
         self._begun = -1
         self._held: set[int] = set()
@@ -87,9 +90,9 @@ class Publisher:
         self._image.complete(version)
         self._image.hold(self._rank, version)
         self._held.add(version)
-        self._image.hold(self._rank, version)  # while the digests are computed
         data = self._image.bytes_of(version)
-        self._hashing.append(_Hashing(version, [self._hasher.submit(data, batch) for batch in self._batches]))
+        batches = [self._hasher.submit(data, batch) for batch in self._batches]
+        self._hashing.append(_Hashing(version, self._image.pin(version), batches))
 
     def release(self, version: int) -> None:
         """The memory of `version` may be reused when no relay has borrowed it."""
@@ -112,7 +115,8 @@ class Publisher:
     def forget(self, rank: int, epoch: int) -> None:
         """`rank` is gone: what it asked for, was being sent and had borrowed is void."""
         self._transport.forget(rank)
-        self._server.forget(rank, epoch)
+        self._epochs.lost(rank, epoch)
+        self._server.forget(rank)
 
     def poll(self) -> list[Ready]:
         """Move on, without waiting; the versions that can be told now, in the order in which they were written."""
@@ -120,7 +124,7 @@ class Publisher:
         ready: list[Ready] = []
         while self._hashing and all(batch.done() for batch in self._hashing[0].batches):
             hashed = self._hashing.pop(0)
-            self._image.give_back(self._rank, hashed.version)
+            hashed.pin.release()
             ready.append(Ready(hashed.version, b"".join(batch.result() for batch in hashed.batches)))
             self.moved = True
         return ready

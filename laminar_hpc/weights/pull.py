@@ -115,15 +115,16 @@ class LentMemory:
 class Lender:
     """Lends the versions of a relay's image."""
 
-    def __init__(self, image: Image, send_mail: SendMail) -> None:
+    def __init__(self, image: Image, send_mail: SendMail, epochs: Epochs) -> None:
+        """`epochs` are the relay's: their owner tells them of losses before it calls `drop`."""
         self._image = image
         self._send_mail = send_mail
         self._waiting: list[LeaseRequest] = []
-        self._epochs = Epochs()
+        self._epochs = epochs
 
     def asked(self, request: LeaseRequest) -> None:
         """Answer `request` at the next `poll` at which a version new enough is complete."""
-        if request.epoch >= self._epochs[request.rank]:  # last words may come after the news of a death
+        if request.epoch >= self._epochs.of(request.rank):  # last words may come after the news of a death
             self._waiting.append(request)
 
     def returned(self, message: LeaseReturn) -> None:
@@ -134,9 +135,9 @@ class Lender:
         if self._image.has_lent(message.rank, message.version):
             self._image.give_back(message.rank, message.version)
 
-    def drop(self, rank: int, epoch: int) -> None:
-        """`rank` is gone, by the loss of this epoch: its leases, and what it had asked for by then, go with it."""
-        self._epochs.lost(rank, epoch)
+    def drop(self, rank: int) -> None:
+        """`rank` is gone: its leases, and what it had asked for by then, go with it."""
+        epoch = self._epochs.of(rank)
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 

@@ -10,7 +10,7 @@ from laminar_hpc.mpi.transport import Transfer, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.image import Image, SlotState
+from laminar_hpc.weights.image import Image, Pin, SlotState
 
 SendMail = Callable[[int, AnyRecord], None]
 """Sends a message to a rank, without waiting."""
@@ -35,27 +35,30 @@ class Holdings(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    version: int
     rank: int
     transfer: Transfer
+    pin: Pin
 
 
 class ChunkServer:
     """Sends chunks out of `image`.
 
     A request waits until its chunk is there, or until it is clear that it never will be; then the answer is `ChunkGone`. A
-    send under way holds its version, in the name of this rank, so that the slot is not reused under it. The one who asks
-    borrows the version with the first chunk that it is sent, and keeps it until its `LeaseReturn`.
+    send under way pins its slot. The one who asks borrows the version with the first chunk that it is sent, and keeps it
+    until its `LeaseReturn`.
     """
 
-    def __init__(self, transport: Transport, image: Image, send_mail: SendMail, holdings: Holdings) -> None:
+    def __init__(
+        self, transport: Transport, image: Image, send_mail: SendMail, holdings: Holdings, epochs: Epochs
+    ) -> None:
+        """`epochs` are this rank's: their owner tells them of losses before it calls `forget` or `begin_anew`."""
         self._transport = transport
         self._image = image
         self._send_mail = send_mail
         self._holdings = holdings
         self._waiting: list[ChunkRequest] = []
         self._sending: list[_Sending] = []
-        self._epochs = Epochs()
+        self._epochs = epochs
 
     @property
     def sending(self) -> bool:
@@ -73,15 +76,14 @@ class ChunkServer:
             )
         self._waiting.append(request)
 
-    def forget(self, rank: int, epoch: int) -> None:
+    def forget(self, rank: int) -> None:
         """`rank` is gone: its requests and what it borrowed are void. Sends to it end by themselves, in PeerLost."""
-        self._epochs.lost(rank, epoch)
+        epoch = self._epochs[rank]
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 
-    def begin_anew(self, epoch: int) -> None:
-        """This rank was lost itself, by the loss of this epoch: whoever has asked it by then asks another one."""
-        self._epochs.begin_anew(epoch)
+    def begin_anew(self) -> None:
+        """This rank was lost itself: whoever has asked it by then asks another one."""
         self._waiting.clear()
 
     def poll(self) -> bool:
@@ -91,7 +93,7 @@ class ChunkServer:
         for sending in self._sending[:]:
             if has_ended(sending.transfer):
                 self._sending.remove(sending)
-                self._image.give_back(self._transport.rank, sending.version)
+                sending.pin.release()
                 moved = True
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -125,7 +127,6 @@ class ChunkServer:
             return
         if not self._image.has_lent(request.rank, version):
             self._image.hold(request.rank, version)
-        self._image.hold(me, version)
-        self._sending.append(_Sending(version, request.rank, transfer))
+        self._sending.append(_Sending(request.rank, transfer, self._image.pin(version)))
         if self._holdings.digest is not None:
             self._send_mail(request.rank, ChunkSent(me, version, chunk, self._holdings.digest(version, chunk)))

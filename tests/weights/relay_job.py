@@ -28,6 +28,7 @@ from laminar_hpc.protocol.peer import (
     WeightsWritten,
 )
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.publish import Publisher
 from laminar_hpc.weights.pull import Lender, Puller
@@ -69,8 +70,11 @@ class RelayJob:
             for shard in layout.shards
         }
         self.transports = {rank: MemoryTransport(net, rank) for rank in self.relays}
+        self.epochs = {rank: Epochs() for rank in self.relays}
         self.forwarders = {rank: self.forwarder(rank) for rank in self.relays}
-        self.lenders = {rank: Lender(f.image, net.sender(rank)) for rank, f in self.forwarders.items()}
+        self.lenders = {
+            rank: Lender(f.image, net.sender(rank), self.epochs[rank]) for rank, f in self.forwarders.items()
+        }
         self.pullers = {rank + relays: Puller(rank + relays, rank, net.sender(rank + relays)) for rank in self.relays}
         self.loading: dict[int, Lease] = {}
         self.loaded: dict[int, int] = dict.fromkeys(self.pullers, -1)
@@ -95,6 +99,7 @@ class RelayJob:
             window=self.window,
             slots=self.slots,
             verify=True,
+            epochs=self.epochs[rank],
         )
 
     def close(self) -> None:
@@ -256,14 +261,16 @@ class RelayJob:
                 forwarder.drop(message.version)
             case Lost():
                 self.transports[rank].forget(message.rank)
-                forwarder.forget(message.rank, message.epoch)
-                lender.drop(message.rank, message.epoch)
+                self.epochs[rank].lost(message.rank, message.epoch)
+                forwarder.forget(message.rank)
+                lender.drop(message.rank)
             case Readmitted():
                 self.incarnation[rank] = message.incarnation
                 for other in [*self.publishers, *self.relays, *self.pullers]:
                     if other != rank:
                         self.transports[rank].forget(other)
-                forwarder.begin_anew(message.epoch, [each for each, p in self.pullers.items() if p.relay == rank])
+                self.epochs[rank].begin_anew(message.epoch)
+                forwarder.begin_anew([each for each, p in self.pullers.items() if p.relay == rank])
                 lender.begin_anew()
                 self.obey(self.distribution.relay_ready(RelayReady(rank, message.incarnation, f"node{rank}"), self.now))
             case ChunkRequest():

@@ -27,7 +27,8 @@ from laminar_hpc.protocol.peer import (
 )
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights import digest
-from laminar_hpc.weights.fetch import SLOT_PATIENCE_S
+from laminar_hpc.weights.epochs import Epochs
+from laminar_hpc.weights.fetches import SLOT_PATIENCE_S
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.image import SlotState
 from laminar_hpc.weights.manifest import make_manifest
@@ -185,7 +186,18 @@ class OneRelay:
         self.layout = Layout(manifest, [Shard(0, [one_run(0, nbytes)])])
         self.publisher = Publisher(MemoryTransport(self.net, 0), self.layout, self.net.sender(0), verify=verify)
         self.transport = MemoryTransport(self.net, 1)
-        self.relay = Forwarder(self.transport, self.layout, self.net.sender(1), window=2, slots=slots, verify=verify)
+        self.epochs = Epochs()
+        self.has_room = True
+        self.relay = Forwarder(
+            self.transport,
+            self.layout,
+            self.net.sender(1),
+            window=2,
+            slots=slots,
+            verify=verify,
+            epochs=self.epochs,
+            has_room=lambda _nbytes: self.has_room,
+        )
         self.shares: dict[int, list[Share]] = {}
         self.image = image_of(manifest, 3)
         self.to_others: list[tuple[int, AnyRecord]] = []
@@ -205,6 +217,11 @@ class OneRelay:
 
     def broadcast(self, version: int, chain: list[int]) -> Broadcast:
         return Broadcast("test", version, chain, self.shares.get(version, self.shares[3]))
+
+    def lose(self, rank: int, epoch: int) -> None:
+        self.transport.forget(rank)
+        self.epochs.lost(rank, epoch)
+        self.relay.forget(rank)
 
     def deliver(self) -> None:
         while (piece := self.net.deliver_one()) is not None:
@@ -227,6 +244,10 @@ class OneRelay:
             self.net.move_one()
             self.net.settle()
         return held
+
+
+def pins(one: OneRelay) -> int:
+    return one.relay.image.describe().count("in a transfer")
 
 
 def test_a_spoiled_chunk_is_asked_for_again_three_times() -> None:
@@ -295,7 +316,7 @@ def test_a_relay_serves_what_it_has_before_it_has_all() -> None:
     assert [(type(message), message.version, message.chunk) for message in sent] == [(ChunkSent, 3, 0)]
     assert one.relay.waiting_for == "chunk 1 from rank 0, 2 from rank 0 of version 3"
     assert one.relay.image.has_lent(2, 3)
-    Lender(one.relay.image, one.net.sender(1)).returned(LeaseReturn(rank=2, version=3))
+    Lender(one.relay.image, one.net.sender(1), Epochs()).returned(LeaseReturn(rank=2, version=3))
     assert not one.relay.image.has_lent(2, 3)
 
 
@@ -368,49 +389,85 @@ def test_a_version_given_up_half_way_leaves_a_slot_when_its_receives_have_ended(
     one.relay.start(one.broadcast(4, [1]), now=0.0)
     one.relay.poll(0.0)
     assert one.relay.image.state(3) is SlotState.DROPPED
-    assert one.relay.image.leases(3) == 1
+    assert pins(one) == 1
     assert one.run() == [4]
-    assert one.relay.image.leases(3) == 0
+    assert pins(one) == 0
     assert np.array_equal(one.relay.image.bytes_of(4), image_of(one.layout.manifest, 4))
+
+
+def break_off(one: OneRelay, version: int) -> None:
+    """Relay 2 is cut off from relay 1, which it has begun to send chunk 0 of `version`."""
+    source = MemoryTransport(one.net, 2)
+    image = image_of(one.layout.manifest, version)
+    source.register(image)
+    one.relay.start(one.broadcast(version, [2, 1]), now=0.0)
+    one.relay.poll(0.0)
+    one.deliver()
+    asked = {message.chunk: message for rank, message in one.to_others if rank == 2 and message.version == version}
+    source.send(1, asked[0].ticket, image[:100])
+    one.net.stall_link(1, 2)
+    one.lose(2, version)
 
 
 def test_a_chunk_that_broke_off_costs_a_slot_and_another_one_is_made() -> None:
     """With two slots: in each of two versions a chunk from relay 2, which is cut off, is never done."""
     one = OneRelay(slots=2)
-    source = MemoryTransport(one.net, 2)
     for version in (3, 4):
         if version == 4:
             one.write(4)
         one.net.resume_link(1, 2)
-        image = image_of(one.layout.manifest, version)
-        source.register(image)
-        one.relay.start(one.broadcast(version, [2, 1]), now=0.0)
-        one.relay.poll(0.0)
-        one.deliver()
-        asked = {message.chunk: message for rank, message in one.to_others if rank == 2 and message.version == version}
-        source.send(1, asked[0].ticket, image[:100])
-        one.net.stall_link(1, 2)
-        one.transport.forget(2)
-        one.relay.forget(2, version)
+        break_off(one, version)
         one.relay.start(one.broadcast(version, [1]), now=0.0)
         assert one.run() == [version]
-    assert [one.relay.image.leases(version) for version in (3, 4)] == [1, 1]
+    assert pins(one) == 2
     one.publisher.release(3)
     one.write(5)
     one.relay.start(one.broadcast(5, [1]), now=10.0)
     one.relay.poll(10.0)
-    assert one.relay.waiting_for.startswith("a slot for version 5: 3 (ready, lent to [1]), 4 (ready, lent to [1])")
+    first = "3 (ready, lent to nobody, in a transfer)"
+    assert one.relay.waiting_for.startswith(f"a slot for version 5: {first}, 4 (ready, lent to nobody, in a transfer)")
+    one.has_room = False
     one.relay.poll(10.0 + SLOT_PATIENCE_S)
-    one.relay.poll(10.0 + SLOT_PATIENCE_S)
+    assert one.relay.waiting_for.endswith("; there is no memory for another one")
+    one.has_room = True
+    one.relay.poll(10.0 + 2 * SLOT_PATIENCE_S)
+    one.relay.poll(10.0 + 2 * SLOT_PATIENCE_S)
     assert one.run() == [5]
     assert one.relay.image.slots == 3
     one.net.resume_link(1, 2)
     for _ in range(2):  # the rest comes after all, and changes nothing that anybody has
         one.net.move_one()
     one.relay.poll(20.0)
-    assert [one.relay.image.leases(version) for version in (3, 4)] == [0, 0]
+    assert pins(one) == 0
     for version in (3, 4, 5):
         assert np.array_equal(one.relay.image.bytes_of(version), image_of(one.layout.manifest, version))
+
+
+def test_a_version_whose_chunk_broke_off_is_taken_when_it_is_offered_again() -> None:
+    """The rest of the chunk comes into the slot where it began, not into that which the version has now."""
+    one = OneRelay(slots=2)
+    break_off(one, 3)
+    one.relay.begin_anew([])
+    one.relay.start(one.broadcast(3, [1]), now=1.0)
+    assert one.run() == [3]
+    assert pins(one) == 1
+    taken = one.relay.image.bytes_of(3).copy()
+    one.relay.image.bytes_of(3)[:] = 0
+    one.net.resume_link(1, 2)
+    one.net.move_one()
+    one.relay.poll(200.0)
+    assert pins(one) == 0
+    assert not one.relay.image.bytes_of(3).any()
+    assert np.array_equal(taken, one.image)
+
+
+def test_a_source_gets_its_lease_back_though_another_one_hangs() -> None:
+    one = OneRelay(slots=2)
+    break_off(one, 3)
+    one.relay.start(one.broadcast(3, [1]), now=0.0)
+    assert one.run() == [3]
+    assert pins(one) == 1
+    assert not one.publisher._image.has_lent(1, 3)
 
 
 def test_a_relay_goes_on_with_another_source_from_what_it_has() -> None:
@@ -429,8 +486,7 @@ def test_a_relay_goes_on_with_another_source_from_what_it_has() -> None:
     one.relay.sent(ChunkSent(2, 3, 0, digest))
     one.relay.poll(1.0)
     one.net.kill(2)
-    one.transport.forget(2)
-    one.relay.forget(2, 1)
+    one.lose(2, 1)
     assert one.relay.poll(2.0) == []
     one.relay.start(one.broadcast(3, [1]), now=3.0)
     assert one.run() == [3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.weights.image import Image, SlotState
+from laminar_hpc.weights.image import Image, Pin, SlotState
 
 NBYTES = 5000
 
@@ -19,57 +21,115 @@ def paint(version: int) -> int:
     return 2 + version % 200
 
 
+class SlotModel:
+    """What one slot should be."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.state = SlotState.EMPTY
+        self.pins: list[Pin] = []
+
+
 class ImageStorm(RuleBasedStateMachine):
-    """An image beside plain sets that say what it should hold."""
+    """An image beside a plain list of slots that says what it should hold."""
 
     @initialize(slots=st.integers(2, 4))
     def create(self, slots: int) -> None:
         self.image = Image.create(NBYTES, slots)
-        self.slots = slots
+        self.models = [SlotModel() for _ in range(slots)]
         self.version = 0
-        self.filling: set[int] = set()
-        self.ready: set[int] = set()
         self.leases: list[tuple[int, int]] = []
 
-    def leased(self, version: int) -> bool:
+    def versions(self, *states: SlotState) -> set[int]:
+        return {model.version for model in self.models if model.version is not None and model.state in states}
+
+    def leased(self, version: int | None) -> bool:
         return any(version == held for _, held in self.leases)
+
+    def usable(self) -> list[SlotModel]:
+        """The slots that the next version may take: any that is free, else the oldest one that can be retired."""
+        idle = [model for model in self.models if not model.pins and not self.leased(model.version)]
+        free = [model for model in idle if model.state in (SlotState.EMPTY, SlotState.DROPPED)]
+        newest = max(self.versions(SlotState.READY), default=None)
+        retirable = [model for model in idle if model.state is SlotState.READY and model.version != newest]
+        return free or sorted(retirable, key=lambda model: model.version or 0)[:1]
+
+    def fill(self, version: int, allowed: list[SlotModel]) -> None:
+        buffer = self.image.begin_fill(version)
+        assert (buffer is None) == (not allowed)
+        if buffer is not None:
+            unit = mmap.ALLOCATIONGRANULARITY  # the stamps take one of them, each slot as many as it needs
+            taken = self.models[(self.image.offset_of(version) - unit) // (-(-NBYTES // unit) * unit)]
+            assert taken in allowed
+            taken.version, taken.state = version, SlotState.FILLING
+            buffer[: NBYTES // 2] = 1
 
     @rule()
     def begin_fill(self) -> None:
         self.version += 1
-        newest = max(self.ready, default=None)
-        retirable = {v for v in self.ready if v != newest and not self.leased(v)}
-        buffer = self.image.begin_fill(self.version)
-        full = len(self.filling) + len(self.ready) == self.slots
-        assert (buffer is None) == (full and not retirable)
-        if buffer is not None:
-            if full:
-                self.ready.remove(min(retirable))
-            self.filling.add(self.version)
-            buffer[: NBYTES // 2] = 1
+        self.fill(self.version, self.usable())
 
-    @precondition(lambda self: self.filling)
+    @precondition(lambda self: self.versions(SlotState.DROPPED))
     @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
-        version = data.draw(st.sampled_from(sorted(self.filling)))
-        self.image.bytes_of(version)[:] = paint(version)
-        self.image.complete(version)
-        self.filling.remove(version)
-        self.ready.add(version)
+    def begin_to_fill_again(self, data: st.DataObject) -> None:
+        """What was given up: its own slot, or, where somebody touches that, another one; not while it is lent by its name."""
+        version = data.draw(st.sampled_from(sorted(self.versions(SlotState.DROPPED))))
+        if version <= max(self.versions(SlotState.READY), default=-1):
+            return
+        own = next(model for model in self.models if model.version == version)
+        allowed = [] if self.leased(version) else self.usable() if own.pins else [own]
+        if allowed:
+            own.version = None
+        self.fill(version, allowed)
+
+    @precondition(lambda self: len(self.models) < 6)
+    @rule()
+    def add_slot(self) -> None:
+        memory = self.image.add_slot()
+        assert memory is not None
+        assert not memory.any()
+        self.models.append(SlotModel())
+
+    @precondition(lambda self: self.versions(SlotState.FILLING))
+    @rule(data=st.data(), drop=st.booleans())
+    def complete_or_drop(self, data: st.DataObject, drop: bool) -> None:
+        version = data.draw(st.sampled_from(sorted(self.versions(SlotState.FILLING))))
+        model = next(model for model in self.models if model.version == version)
+        if drop:
+            self.image.drop(version)
+            model.state = SlotState.DROPPED
+        else:
+            self.image.bytes_of(version)[:] = paint(version)
+            self.image.complete(version)
+            model.state = SlotState.READY
+
+    @precondition(lambda self: self.versions(SlotState.FILLING, SlotState.READY))
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.versions(SlotState.FILLING, SlotState.READY))))
+        next(model for model in self.models if model.version == version).pins.append(self.image.pin(version))
+
+    @precondition(lambda self: any(model.pins for model in self.models))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        model = data.draw(st.sampled_from([model for model in self.models if model.pins]))
+        pin = model.pins.pop()
+        pin.release()
+        pin.release()
 
     @rule(borrower=st.integers(1, 3), back=st.integers(-1, 2))
     def lease(self, borrower: int, back: int) -> None:
-        newest = max(self.ready, default=None)
+        newest = max(self.versions(SlotState.READY), default=None)
         at_least = (newest or 0) - back
         expected = newest if newest is not None and newest >= at_least else None
         assert self.image.lease(borrower, at_least) == expected
         if expected is not None:
             self.leases.append((borrower, expected))
 
-    @precondition(lambda self: self.filling)
+    @precondition(lambda self: self.versions(SlotState.FILLING))
     @rule(borrower=st.integers(1, 3))
     def hold_a_filling_version(self, borrower: int) -> None:
-        version = max(self.filling)
+        version = max(self.versions(SlotState.FILLING))
         self.image.hold(borrower, version)
         self.leases.append((borrower, version))
 
@@ -95,13 +155,17 @@ class ImageStorm(RuleBasedStateMachine):
     def holds_what_it_should(self) -> None:
         if not hasattr(self, "image"):
             return
-        assert self.image.newest == max(self.ready, default=None)
-        for version in self.ready:
-            assert self.image.state(version) is SlotState.READY
+        ready = self.versions(SlotState.READY)
+        assert self.image.newest == max(ready, default=None)
+        assert self.image.slots == len(self.models)
+        for version in ready:
             assert (self.image.bytes_of(version) == paint(version)).all()
-        for version in self.ready | self.filling:
-            assert self.image.leases(version) == sum(held == version for _, held in self.leases)
-        assert all(held in self.ready | self.filling for _, held in self.leases)
+        for model in self.models:
+            if model.version is not None:
+                assert self.image.state(model.version) is model.state
+                assert self.image.leases(model.version) == sum(held == model.version for _, held in self.leases)
+        assert sorted(self.image.versions) == sorted(self.versions(SlotState.FILLING, SlotState.READY))
+        assert {held for _, held in self.leases} <= {model.version for model in self.models}
 
     def teardown(self) -> None:
         if hasattr(self, "image"):

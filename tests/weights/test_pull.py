@@ -7,6 +7,7 @@ import pytest
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.memory import map_readonly, still_lent
 from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.pull import Lender, LentMemory, Puller
 
@@ -78,7 +79,7 @@ def test_a_lease_for_a_lost_worker_goes_straight_back(puller: Puller, sent: list
 
 def test_a_lender_waits_for_a_version_new_enough(sent: list) -> None:
     with Image.create(8, slots=2) as image:
-        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)), Epochs())
         lender.asked(LeaseRequest(rank=7, version=2, request=5))
         lender.asked(LeaseRequest(rank=8, version=1, request=6))
         for version in (1, 2):
@@ -95,15 +96,20 @@ def test_a_lender_waits_for_a_version_new_enough(sent: list) -> None:
         assert image.begin_fill(3) is not None
 
 
+def lose(lender: Lender, rank: int, epoch: int) -> None:
+    lender._epochs.lost(rank, epoch)
+    lender.drop(rank)
+
+
 def test_a_lost_rollout_leaves_no_leases_and_no_requests(sent: list) -> None:
     with Image.create(8, slots=2) as image:
-        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)), Epochs())
         image.begin_fill(1)
         image.complete(1)
         lender.asked(LeaseRequest(rank=7, version=0))
         lender.poll()
         lender.asked(LeaseRequest(rank=7, version=2))
-        lender.drop(7, epoch=3)
+        lose(lender, 7, 3)
         assert image.leases(1) == 0
         image.begin_fill(2)
         image.complete(2)
@@ -142,10 +148,10 @@ def test_a_relay_that_was_stopped_may_answer_at_any_time_or_never(puller: Puller
 
 def test_leases_and_returns_of_ranks_that_are_gone_change_nothing(sent: list) -> None:
     with Image.create(8, slots=2) as image:
-        lender = Lender(image, lambda rank, message: sent.append((rank, message)))
+        lender = Lender(image, lambda rank, message: sent.append((rank, message)), Epochs())
         image.begin_fill(1)
         image.complete(1)
-        lender.drop(7, epoch=3)
+        lose(lender, 7, 3)
         lender.asked(LeaseRequest(rank=7, version=0))
         lender.poll()
         lender.returned(LeaseReturn(rank=7, version=1))
@@ -157,14 +163,14 @@ def test_a_rollout_that_was_taken_for_lost_asks_again_when_it_knows(puller: Pull
     """What it had asked for, and what it had been lent, are void; what it asks for in its next life is not."""
     with Image.create(8, slots=2) as image:
         lent: list = []
-        lender = Lender(image, lambda _rank, message: lent.append(message))
+        lender = Lender(image, lambda _rank, message: lent.append(message), Epochs())
         image.begin_fill(1)
         image.complete(1)
         puller.request(1)
         lender.asked(sent[-1][1])
         lender.poll()
         puller.lent(2, lent[-1])
-        lender.drop(7, epoch=4)
+        lose(lender, 7, 4)
         assert image.leases(1) == 0
         lender.asked(LeaseRequest(7, 1, 2))  # under way when it was taken for lost
         puller.start_over(4)

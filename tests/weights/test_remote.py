@@ -12,6 +12,7 @@ from relay_job import image_of
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, Lease, LeaseReturn
 from laminar_hpc.weights.epochs import Epochs
+from laminar_hpc.weights.fetches import SLOT_PATIENCE_S
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.remote import RemoteImage
@@ -37,7 +38,7 @@ class Relay:
             return chunk_digest(self.image.bytes_of(version)[low:high])
 
         holdings = Holdings(MANIFEST.chunk_range, lambda _v, _c: False, lambda _v: False, digest)
-        self.server = ChunkServer(self.transport, self.image, net.sender(rank), holdings)
+        self.server = ChunkServer(self.transport, self.image, net.sender(rank), holdings, Epochs())
 
     def hold(self, version: int) -> None:
         buffer = self.image.begin_fill(version)
@@ -55,9 +56,10 @@ class Pair:
         self.transport = MemoryTransport(self.net, 3)
         self.remote = RemoteImage(self.transport, LAYOUT, self.net.sender(3), window=2, verify=True, epochs=Epochs())
         self.returned: list[tuple[int, int]] = []
+        self.now = 0.0
 
     def turn(self) -> Lease | None:
-        lease = self.remote.poll(0.0)
+        lease = self.remote.poll(self.now)
         while (piece := self.net.deliver_one()) is not None:
             dest, message = piece
             match message:
@@ -153,3 +155,35 @@ def test_a_fetch_that_was_given_up_gives_back_what_it_borrowed(pair: Pair) -> No
     for _ in range(20):
         assert pair.turn() is None
     assert pair.returned == [(1, 4)]
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_the_next_relay_lends_the_version_whose_chunk_broke_off(pair: Pair, cut_off: bool) -> None:
+    """Relay 1 is stopped, or its link cut, when it has begun to send; relay 2 lends the same version."""
+    for relay in pair.relays.values():
+        relay.hold(4)
+    pair.remote.begin(1, 4, 0.0)
+    while not pair.net.sends:
+        assert pair.remote.poll(0.0) is None
+        dest, message = pair.net.deliver_one() or (0, None)
+        assert isinstance(message, ChunkRequest)
+        pair.relays[dest].server.ask(message)
+        pair.relays[dest].server.poll()
+    if cut_off:
+        pair.net.stall_link(1, 3)
+    else:
+        pair.net.stall(1)
+    pair.transport.forget(1)
+    pair.remote.forget(1)
+    pair.remote.drop()
+    pair.remote.begin(2, 4, 0.0)
+    lease = pair.fetch()
+    check(lease, 4)
+    pair.remote.done(4)
+    for relay in pair.relays.values():
+        relay.hold(5)
+    pair.remote.begin(2, 5, 0.0)
+    assert "4 (ready, lent to nobody)" in pair.remote.waiting_for
+    assert "one more (dropped, lent to nobody, in a transfer)" in pair.remote.waiting_for
+    pair.now = SLOT_PATIENCE_S
+    check(pair.fetch(), 5)

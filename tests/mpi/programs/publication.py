@@ -34,6 +34,7 @@ from laminar_hpc.protocol.peer import (
     WeightsWritten,
 )
 from laminar_hpc.weights.digest import digests_of, image_digest
+from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.publish import Publisher
@@ -178,7 +179,7 @@ class Relay:
 
     def __init__(self) -> None:
         self.forwarder = Forwarder(transport, layout, mail.send, window=4, slots=SLOTS, verify=True)
-        self.lender = Lender(self.forwarder.image, mail.send)
+        self.lender = Lender(self.forwarder.image, mail.send, Epochs())
 
     def take(self, _source: int, message: object) -> None:
         match message:
