@@ -209,6 +209,8 @@ def weights(run: Run) -> Table:
     ]
     sizes = run.table("publications")["nbytes"]
     note = f"An image has {int(sizes[-1]):,} bytes." if len(sizes) else ""
+    if len(received):
+        note += f" A relay takes up to {int(received['memory_bytes'].max()):,} bytes of its node's memory."
     return Table("Weights", ["", "unit", "times", "mean", "median", "largest"], rows, note)
 
 

@@ -419,6 +419,7 @@ TABLES: dict[str, Table] = {
                 _choice("what", RECEPTIONS, "which of these"),
                 _seconds("seconds", "from when the relay was told of it until it was complete; else 0"),
                 _total("nbytes", "B", "size of the image; 0 where it was given up"),
+                _total("memory_bytes", "B", "what the relay has of its node's memory, all slots together"),
             ),
         ),
         Table(

@@ -203,7 +203,13 @@ class RelayLoop:
     def _note(self, what: str, version: int, now: float, seconds: float, nbytes: int) -> None:
         if self._rank.record is not None:
             self._rank.record.add(
-                "relay_versions", version=version, time_s=now, what=what, seconds=seconds, nbytes=nbytes
+                "relay_versions",
+                version=version,
+                time_s=now,
+                what=what,
+                seconds=seconds,
+                nbytes=nbytes,
+                memory_bytes=self._forwarder.image.memory_bytes if self._forwarder is not None else 0,
             )
 
     # --- links ------------------------------------------------------------------------------------------------------

@@ -245,6 +245,11 @@ class Image:
         """How many there are."""
         return len(self._slots)
 
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory all slots take."""
+        return self._stride * len(self._slots)
+
     # --- what a version is --------------------------------------------------------------------------------------
 
     def state(self, version: int) -> SlotState:

@@ -119,7 +119,14 @@ class Ledger:
             }
         )
         self.table("relay_versions", 2).append(
-            {"version": version, "time_s": time_s + 0.1, "what": "complete", "seconds": 0.08, "nbytes": IMAGE_BYTES}
+            {
+                "version": version,
+                "time_s": time_s + 0.1,
+                "what": "complete",
+                "seconds": 0.08,
+                "nbytes": IMAGE_BYTES,
+                "memory_bytes": 3 * IMAGE_BYTES,
+            }
         )
         for rank in (3, 4):
             self.table("pulls", rank).append(

@@ -116,6 +116,7 @@ def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, traine
     held = held[held["what"] == TABLES["relay_versions"].code("what", "complete")]
     complete = [set(held["version"][held["rank"] == rank]) for rank in set(held["rank"])]
     assert len(complete) == relays
+    assert np.all(held["memory_bytes"] >= 3 * held["nbytes"])  # weights.slots of them
     assert all({0, 4} <= versions <= set(range(5)) for versions in complete)
     if mode == "sync":  # nobody is ahead of a version, so none is passed over
         assert all(versions == set(range(5)) for versions in complete)
