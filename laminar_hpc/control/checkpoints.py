@@ -5,8 +5,9 @@
          -> none (`Abandon`: a part could not be written; the job goes on)
 
 Invariants: one checkpoint at a time; one whose turn has come while another is written is left out, and the next one is made
-when its turn comes. None is begun twice for one step, but where the trainers' workers were lost meanwhile: their numbers tell
-the parts apart. A step is committed once every part of its checkpoint, or of a later one, is on disk.
+when its turn comes. None is begun twice for one step, but where the trainers' workers were lost meanwhile. Each has a serial,
+which its parts carry: what comes late of one that was given up is void. A step is committed once every part of its
+checkpoint, or of a later one, is on disk.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ class Checkpoints:
 
     def __init__(self, trainers: int) -> None:
         self._trainers = trainers
+        self._begun = 0
         self._writing: int | None = None
         self._have_state: set[int] = set()
         self._have_books = False
         self._committing = False
-        self._books_due = False
-        """Whether the manager still writes its part of one that was given up with the trainers' workers."""
         self.committed: int | None = None
         """The step of the newest checkpoint that counts (None: there is none)."""
         self.tried: int | None = None
@@ -35,8 +35,8 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being made, or the manager is not done with its part of one that was given up."""
-        return self._writing is not None or self._books_due
+        """Whether one is being made."""
+        return self._writing is not None
 
     @property
     def committing(self) -> bool:
@@ -45,8 +45,6 @@ class Checkpoints:
 
     def waits(self, ranks: list[int]) -> list[str]:
         """Whom the present one waits for; `ranks` are the trainers' in the order of their places."""
-        if self._books_due:
-            return ["the next checkpoint waits for the manager to be done with the one that was given up"]
         if self._writing is None:
             return []
         what = f"the checkpoint of step {self._writing}"
@@ -61,13 +59,14 @@ class Checkpoints:
         if self.busy or step in (self.committed, self.tried):
             return []
         self._writing = self.tried = step
+        self._begun += 1
         self._have_state, self._have_books = set(), False
         self.failed = ""
-        return [Checkpoint(reason, step, self.committed)]
+        return [Checkpoint(reason, step, self._serial, self.committed)]
 
     def state_written(self, event: StateWritten, trainer: int) -> list[Command]:
         """Trainer number `trainer` has written its part, or could not."""
-        if event.step != self._writing:
+        if not self._is_of_the_present_one(event):
             return []
         if event.error:
             return self._abandon(f"rank {event.rank} (trainer) could not write its part: {event.error}")
@@ -76,10 +75,7 @@ class Checkpoints:
 
     def snapshot_written(self, event: SnapshotWritten) -> list[Command]:
         """The books and the payload are written, or could not be."""
-        if self._books_due:
-            self._books_due = False
-            return []
-        if event.step != self._writing:
+        if not self._is_of_the_present_one(event):
             return []
         if event.error:
             return self._abandon(f"the manager could not write its part: {event.error}")
@@ -88,7 +84,7 @@ class Checkpoints:
 
     def committed_now(self, event: Committed) -> list[Command]:
         """The checkpoint is in its place, or could not be put there."""
-        if event.step != self._writing or not self._committing:
+        if not self._is_of_the_present_one(event) or not self._committing:
             return []
         self._committing = False
         if event.error:
@@ -101,17 +97,25 @@ class Checkpoints:
         if self._writing is None or self._committing:
             return []
         self.tried = None  # a job that is to stop with it makes it again
-        self._books_due = not self._have_books
         return self._abandon("the trainers' workers are started again")
+
+    @property
+    def _serial(self) -> int:
+        """That of the one begun last."""
+        return self._begun - 1
+
+    def _is_of_the_present_one(self, event: StateWritten | SnapshotWritten | Committed) -> bool:
+        return self._writing is not None and event.serial == self._serial
 
     def _commit(self) -> list[Command]:
         if len(self._have_state) < self._trainers or not self._have_books or self._committing:
             return []
         assert self._writing is not None, "parts belong to a checkpoint that is being made"
         self._committing = True
-        return [Commit(f"all {self._trainers} trainers and the manager have written their parts", self._writing)]
+        reason = f"all {self._trainers} trainers and the manager have written their parts"
+        return [Commit(reason, self._writing, self._serial)]
 
     def _abandon(self, why: str) -> list[Command]:
         assert self._writing is not None, "what failed was being made"
         step, self._writing, self.failed = self._writing, None, why
-        return [Abandon(why, step)]
+        return [Abandon(why, step, self._serial)]

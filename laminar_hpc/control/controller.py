@@ -244,8 +244,6 @@ class Controller:
         return [*settled]
 
     def _state_written(self, event: StateWritten, trainer: Trainer, now: float) -> list[Command]:
-        if event.worker != self._recovery.worker:
-            return []  # of a checkpoint that went with the worker, and may have been begun again since
         return self._checkpoints.state_written(event, trainer.index)
 
     def _stop(self, event: StopRequested, now: float) -> list[Command]:

@@ -76,25 +76,29 @@ class Publish(Command, frozen=True):
 class Checkpoint(Command, frozen=True):
     """All trainers write their state as it is after `step`, and the manager writes the controller's books and the payload.
 
-    Each does so beside its work, into `directory`, which the manager names. `committed` is the step of the newest complete one
+    Each does so beside its work, into `directory`, which the manager names. It is the `serial`th that this attempt has begun,
+    0 first: one step may have several, where an earlier one was given up. `committed` is the step of the newest complete one
     (None: there is none): what came before it is never trained again.
     """
 
     step: int
+    serial: int
     committed: int | None = None
     directory: str = ""
 
 
 class Commit(Command, frozen=True):
-    """Every part of the checkpoint of `step` is on disk: it is put into its place, and the oldest ones are removed."""
+    """Every part of checkpoint `serial`, of `step`, is on disk: it is put into its place, and the oldest ones are removed."""
 
     step: int
+    serial: int
 
 
 class Abandon(Command, frozen=True):
-    """The checkpoint of `step` cannot be completed: what there is of it is removed, and the job goes on."""
+    """Checkpoint `serial`, of `step`, cannot be completed: what there is of it is removed, and the job goes on."""
 
     step: int
+    serial: int
 
 
 class RestartTrainers(Command, frozen=True):

@@ -179,18 +179,17 @@ class Repeated(RankEvent, frozen=True):
 
 
 class StateWritten(RankEvent, frozen=True):
-    """A trainer's state after `step` is on the disk, `nbytes` bytes, `seconds` after its worker was asked for it.
+    """A trainer's part of checkpoint `serial`, of `step`, is on the disk: `nbytes` bytes, `seconds` after its worker was asked.
 
-    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still, `worker` its number:
-    how often the trainers' workers had been started again.
+    `error` is "" or the one-line reason why there is none; `stall_s` is how long the worker stood still.
     """
 
     step: int
+    serial: int
     seconds: float
     nbytes: int
     error: str = ""
     stall_s: float = 0.0
-    worker: int = 0
 
 
 class RankLost(RankEvent, frozen=True):
@@ -216,18 +215,20 @@ class Resumed(Event, frozen=True):
 
 
 class SnapshotWritten(Event, frozen=True):
-    """The books of the checkpoint of `step`, and the payload, are on disk; where `error` is not "", they are not."""
+    """The books of checkpoint `serial`, of `step`, and the payload, are on disk; where `error` is not "", they are not."""
 
     step: int
+    serial: int
     seconds: float
     nbytes: int
     error: str = ""
 
 
 class Committed(Event, frozen=True):
-    """The checkpoint of `step` is complete, in its place, and will be found; where `error` is not "", it is not."""
+    """Checkpoint `serial`, of `step`, is complete, in its place, and will be found; where `error` is not "", it is not."""
 
     step: int
+    serial: int
     error: str = ""
 
 

@@ -498,9 +498,13 @@ class WeightsWritten(Message, frozen=True):
 
 
 class SaveState(Message, frozen=True):
-    """Write the trainer's state as it is now, after step `step`, to a file in `directory`, and train on meanwhile."""
+    """Write the trainer's state as it is now, after `step`, to a file in `directory`, and train on meanwhile.
+
+    That is a part of checkpoint `serial`.
+    """
 
     step: int
+    serial: int
     directory: str
 
 
@@ -512,6 +516,7 @@ class StateSaved(Message, frozen=True):
     """
 
     step: int
+    serial: int
     seconds: float
     nbytes: int
     error: str = ""

@@ -1,6 +1,6 @@
 """The manager's part of checkpoints: the controller's books, the payload, and the name that makes a checkpoint count.
 
-    RUN_DIR/checkpoints/step-00000012.attempt-0.part/     while its parts are written
+    RUN_DIR/checkpoints/step-00000012.attempt-0.3.part/   while the parts of checkpoint 3 of the attempt are written
         trainer-0.safetensors ...                         each trainer's own (trainer/checkpoint.py)
         books.msgpack                                     control.snapshot.Snapshot
         payload.msgpack                                   for each trajectory that goes on: its length in bytes, its blocks
@@ -68,45 +68,45 @@ class CheckpointKeeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: list[Future[SnapshotWritten | Committed | None]] = []
 
-    def directory(self, step: int) -> str:
-        """Where the parts of the checkpoint of `step` are written."""
-        return f"{self.place(step)}.part"
+    def directory(self, step: int, serial: int) -> str:
+        """Where the parts of checkpoint `serial`, of `step`, are written."""
+        return f"{self.place(step)}.{serial}.part"
 
     def place(self, step: int) -> str:
         """Where this attempt's checkpoint of `step` is when it is complete."""
         return os.path.join(self._root, f"step-{step:08d}.attempt-{self._attempt}")
 
-    def write(self, step: int, books: bytes, payload: list[list[Block]]) -> None:
-        """Write the manager's parts; `poll` tells when."""
+    def write(self, step: int, serial: int, books: bytes, payload: list[list[Block]]) -> None:
+        """Write the manager's parts of checkpoint `serial`, of `step`; `poll` tells when."""
         begun_s = time.monotonic()
 
         def work() -> SnapshotWritten:
             try:
-                nbytes = self._write(step, books, payload)
+                nbytes = self._write(self.directory(step, serial), books, payload)
             except OSError as error:
-                return SnapshotWritten(step, time.monotonic() - begun_s, 0, _why(error))
-            return SnapshotWritten(step, time.monotonic() - begun_s, nbytes)
+                return SnapshotWritten(step, serial, time.monotonic() - begun_s, 0, _why(error))
+            return SnapshotWritten(step, serial, time.monotonic() - begun_s, nbytes)
 
         self._submit(work)
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, serial: int) -> None:
         """All parts are there: put the checkpoint into place, and remove the oldest ones; `poll` tells when."""
 
         def work() -> Committed:
             try:
-                self._commit(step)
+                self._commit(step, self.directory(step, serial))
             except OSError as error:
-                return Committed(step, _why(error))
+                return Committed(step, serial, _why(error))
             self._prune()
-            return Committed(step)
+            return Committed(step, serial)
 
         self._submit(work)
 
-    def abandon(self, step: int) -> None:
+    def abandon(self, step: int, serial: int) -> None:
         """Remove what there is of a checkpoint that cannot be completed."""
 
         def work() -> None:
-            shutil.rmtree(self.directory(step), ignore_errors=True)
+            shutil.rmtree(self.directory(step, serial), ignore_errors=True)
 
         self._submit(work)
 
@@ -126,16 +126,14 @@ class CheckpointKeeper:
     def _submit(self, work: Callable[[], SnapshotWritten | Committed | None]) -> None:
         self._under_way.append(self._thread.submit(work))
 
-    def _write(self, step: int, books: bytes, payload: list[list[Block]]) -> int:
-        directory = self.directory(step)
+    def _write(self, directory: str, books: bytes, payload: list[list[Block]]) -> int:
         os.makedirs(directory, exist_ok=True)
         encoder = msgspec.msgpack.Encoder()
         nbytes = _write_file(os.path.join(directory, BOOKS), iter([books]))
         frames = (part for blocks in payload for part in _frame(encoder.encode(blocks)))
         return nbytes + _write_file(os.path.join(directory, PAYLOAD), frames)
 
-    def _commit(self, step: int) -> None:
-        directory = self.directory(step)
+    def _commit(self, step: int, directory: str) -> None:
         files = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
         if not {BOOKS, PAYLOAD} <= files.keys() or len(files) < 2 + self._trainers:
             raise FileNotFoundError(errno.ENOENT, "a part is missing", directory)

@@ -243,10 +243,10 @@ class ManagerLoop:
             case Commit():
                 if self._recorded is not None:
                     self._recorded.flush()
-                self._keeper.commit(command.step)
+                self._keeper.commit(command.step, command.serial)
             case Abandon():
                 say(f"no checkpoint of step {command.step}: {command.reason}", error=True)
-                self._keeper.abandon(command.step)
+                self._keeper.abandon(command.step, command.serial)
             case RestartTrainers():
                 self._restart_trainers(command)
             case Train() | Publish() | Release():
@@ -311,9 +311,9 @@ class ManagerLoop:
         keeper = self._keeper
         books, trajectories = self._controller.snapshot()
         payload = [list(self._store.blocks(trajectory)) for trajectory in sorted(trajectories)]
-        keeper.write(command.step, books, [blocks for blocks in payload if blocks])
+        keeper.write(command.step, command.serial, books, [blocks for blocks in payload if blocks])
+        directory = keeper.directory(command.step, command.serial)
         for trainer in self._trainers:
-            directory = keeper.directory(command.step)
             self._rank.mail.send(trainer, msgspec.structs.replace(command, directory=directory))
 
     def _restart_trainers(self, command: RestartTrainers) -> None:

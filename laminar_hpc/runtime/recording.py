@@ -95,7 +95,7 @@ class ManagerRecord:
             case StateWritten() | SnapshotWritten():
                 self._part_written(event)
             case Committed(error=""):
-                self._checkpoint(event.step, now, "complete")
+                self._checkpoint(event.step, event.serial, now, "complete")
             case RankLost():
                 self._writer.add("failures", time_s=now, rank=event.rank, text=event.reason)
             case _:
@@ -115,9 +115,9 @@ class ManagerRecord:
                 case Publish():
                     self._publications[command.version] = _Publication(command.step)
                 case Checkpoint():
-                    self._checkpoints[command.step] = _Checkpoint(now)
+                    self._checkpoints[command.serial] = _Checkpoint(now)
                 case Abandon():
-                    self._checkpoint(command.step, now, "given up", command.reason)
+                    self._checkpoint(command.step, command.serial, now, "given up", command.reason)
                 case Release():
                     self._publication(command.version, b"")
                 case Settle():
@@ -193,15 +193,15 @@ class ManagerRecord:
         )
 
     def _part_written(self, event: StateWritten | SnapshotWritten) -> None:
-        checkpoint = self._checkpoints.get(event.step)
+        checkpoint = self._checkpoints.get(event.serial)
         if checkpoint is None:
             return
         checkpoint.nbytes += event.nbytes
         if isinstance(event, StateWritten):
             checkpoint.stall_s = max(checkpoint.stall_s, event.stall_s)
 
-    def _checkpoint(self, step: int, now: float, what: str, reason: str = "") -> None:
-        checkpoint = self._checkpoints.pop(step, None)
+    def _checkpoint(self, step: int, serial: int, now: float, what: str, reason: str = "") -> None:
+        checkpoint = self._checkpoints.pop(serial, None)
         if checkpoint is not None:
             fields = msgspec.structs.asdict(checkpoint)
             self._writer.add("checkpoints", step=step, time_s=now, what=what, reason=reason, **fields)

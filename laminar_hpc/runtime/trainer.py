@@ -226,7 +226,7 @@ class TrainerLoop:
             work, Checkpoint
         ):  # nothing waits for its end: the worker copies its state before what comes next
             self._journal.save(work.step, work.committed)
-            self._tell_worker(SaveState(work.step, work.directory))
+            self._tell_worker(SaveState(work.step, work.serial, work.directory))
             self._work.popleft()
             return True
         if self._again:
@@ -404,11 +404,11 @@ class TrainerLoop:
                 rank=self._rank.world.rank,
                 incarnation=0,
                 step=message.step,
+                serial=message.serial,
                 seconds=message.seconds,
                 nbytes=message.nbytes,
                 error=message.error,
                 stall_s=message.stall_s,
-                worker=self._starts,
             )
         )
 

@@ -31,7 +31,7 @@ class StateSaver:
         """Copy the state as it is now, and begin to write it."""
         if self._writing is not None:
             error = f"the state after step {self._writing} is still being written"
-            self._answer(StateSaved(message.step, 0.0, 0, error))
+            self._answer(StateSaved(message.step, message.serial, 0.0, 0, error))
             return
         begun_s = time.monotonic()
         state = self._engine.state()
@@ -54,4 +54,5 @@ class StateSaver:
             reason = (caught.strerror if isinstance(caught, OSError) else None) or repr(caught)
             error = f"{state_path(message.directory, int(self._origin.trainer))}: cannot be written: {reason}"
         self._writing = None  # before the answer, since who hears it may ask for the next one
-        self._answer(StateSaved(message.step, time.monotonic() - begun_s, nbytes, error, stall_s))
+        seconds = time.monotonic() - begun_s
+        self._answer(StateSaved(message.step, message.serial, seconds, nbytes, error, stall_s))

@@ -111,7 +111,7 @@ class RolloutRank(msgspec.Struct, eq=False):
 class FakeCluster:
     """Ranks of a job around one controller; `failing` is the share of responses whose grading fails.
 
-    `books` has what the controller said of itself when a checkpoint was asked for, by step, and `committed` what of that
+    `books` has what the controller said of itself when a checkpoint was asked for, by serial, and `committed` what of that
     would be found by another attempt; `full_disk` is the share of parts that cannot be written.
     """
 
@@ -157,18 +157,20 @@ class FakeCluster:
     def _obey(self, command: Command) -> None:
         match command:
             case Checkpoint():
-                self.books[command.step] = self.controller.snapshot()[0]
+                self.books[command.serial] = self.controller.snapshot()[0]
                 self._to_write.append(command)
                 for trainer in self.trainers:
                     trainer.queue.append(command)
             case Commit():
                 self._to_write.append(command)
             case Abandon():
-                del self.books[command.step]
+                del self.books[command.serial]
             case RestartTrainers():
                 self.worker = command.worker
                 for trainer in self.trainers:
-                    trainer.queue = deque(each for each in trainer.queue if not isinstance(each, Checkpoint))
+                    for given_up in [each for each in trainer.queue if isinstance(each, Checkpoint)]:
+                        trainer.queue.remove(given_up)
+                        self.ghosts.append(self._state_written(trainer, given_up))
                 saved = None if self.committed is None else msgspec.msgpack.decode(self.committed, type=Snapshot).step
                 assert command.step == saved, "the newest checkpoint is what they begin with"
             case Train() | Publish():
@@ -224,7 +226,7 @@ class FakeCluster:
             return TrainerReady(trainer.rank, 0, trainer.index)
         command = trainer.queue.popleft()
         if isinstance(command, Checkpoint):
-            return StateWritten(trainer.rank, 0, command.step, 1.0, 100, self._disk(), worker=self.worker)
+            return self._state_written(trainer, command)
         if isinstance(command, Publish):
             assert len(trainer.kept) <= 2, f"trainer {trainer.rank} has no slot for version {command.version}"
             trainer.kept.add(command.version)
@@ -237,15 +239,18 @@ class FakeCluster:
         metrics = {"loss": float(command.step), "minibatch": float(command.minibatch)}
         return Trained(trainer.rank, 0, command.step, command.minibatch, tokens, 2.0, metrics)
 
+    def _state_written(self, trainer: TrainerRank, command: Checkpoint) -> Event:
+        return StateWritten(trainer.rank, 0, command.step, command.serial, 1.0, 100, self._disk())
+
     def _write(self) -> Event:
         """The manager's own files."""
         command = self._to_write.popleft()
         if isinstance(command, Checkpoint):
-            return SnapshotWritten(command.step, 1.0, 100, self._disk())
+            return SnapshotWritten(command.step, command.serial, 1.0, 100, self._disk())
         error = self._disk()
         if not error:
-            self.committed = self.books[command.step]
-        return Committed(command.step, error)
+            self.committed = self.books[command.serial]
+        return Committed(command.step, command.serial, error)
 
     def _disk(self) -> str:
         return "No space left on device" if self.random.random() < self.full_disk else ""

@@ -11,6 +11,7 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.commands import Abandon, Checkpoint, Commit, EndJob, Generate, Pull, ReportEvaluation, Settle
 from laminar_hpc.protocol.events import (
     Committed,
+    Event,
     JobFailed,
     RelayReady,
     Resumed,
@@ -25,19 +26,29 @@ FULL = "No space left on device"
 
 
 class SavedJob(ScriptedJob):
-    """Its trainer and manager write what is asked for."""
+    """Its trainer and manager write what is asked for: parts of the checkpoint begun last, where no `serial` is named."""
 
-    def state(self, step: int, error: str = "", worker: int = 0) -> list:
-        return self.tell(StateWritten(TRAINER, 0, step, 1.0, 100, error, worker=worker))
+    begun = 0
 
-    def books(self, step: int, error: str = "") -> list:
-        return self.tell(SnapshotWritten(step, 1.0, 100, error))
+    def tell(self, event: Event) -> list:
+        commands = super().tell(event)
+        self.begun += len(only(commands, Checkpoint))
+        return commands
+
+    def state(self, step: int, error: str = "", serial: int | None = None) -> list:
+        return self.tell(StateWritten(TRAINER, 0, step, self._serial(serial), 1.0, 100, error))
+
+    def books(self, step: int, error: str = "", serial: int | None = None) -> list:
+        return self.tell(SnapshotWritten(step, self._serial(serial), 1.0, 100, error))
 
     def committed(self, step: int, error: str = "") -> list:
-        return self.tell(Committed(step, error))
+        return self.tell(Committed(step, self._serial(None), error))
 
-    def commit(self, step: int, worker: int = 0) -> list:
-        self.state(step, worker=worker)
+    def _serial(self, serial: int | None) -> int:
+        return max(0, self.begun - 1) if serial is None else serial
+
+    def commit(self, step: int) -> list:
+        self.state(step)
         self.books(step)
         return self.committed(step)
 
@@ -90,7 +101,7 @@ def test_it_counts_when_all_parts_are_written_and_in_place():
     assert job.controller.waits()[0] == "the checkpoint of step 1 waits for trainer rank 1, the manager's own part"
     assert job.state(1) == job.state(1) == []
     assert job.controller.waits()[0] == "the checkpoint of step 1 waits for the manager's own part"
-    assert job.books(1) == [Commit("all 1 trainers and the manager have written their parts", 1)]
+    assert job.books(1) == [Commit("all 1 trainers and the manager have written their parts", 1, 0)]
     assert job.controller.waits()[0] == "the checkpoint of step 1 waits for the manager to move it into place"
     assert job.state(1) == job.books(1) == []
     assert job.committed(1) == job.committed(1) == []

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_being_written_is_given_up():
     job = after_a_step()
     job.books(1)
     abandon, restart = lose(job)
-    assert abandon == Abandon("the trainers' workers are started again", 1)
+    assert abandon == Abandon("the trainers' workers are started again", 1, 0)
     assert restart.step is None
     assert job.state(1) == []
 
@@ -84,21 +84,26 @@ def test_a_job_that_is_to_stop_saves_when_the_new_workers_have_come_so_far():
     stop(job)
     lose(job)
     commands = job.trained(1)
-    assert Checkpoint("time limit", 1) in commands
-    assert job.commit(1, worker=1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
+    assert Checkpoint("time limit", 1, 0) in commands
+    assert job.commit(1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
 
 
-def test_a_job_that_is_to_stop_saves_again_what_was_lost_half_written():
+@pytest.mark.parametrize("books_first", [True, False])
+def test_a_job_that_is_to_stop_saves_again_what_was_lost_half_written(books_first):
     job = SavedJob(checkpoint_every=5)
     given = job.begin()
     job.finish_all(A, given[A])
     stop(job)
-    assert Checkpoint("time limit", 1) in job.trained(1)
-    job.books(1)
-    assert kinds(lose(job)) == ["Abandon", "RestartTrainers", "Checkpoint"]
-    assert job.state(1) == []  # of the worker that is gone
-    job.books(1)
-    assert kinds(job.state(1, worker=1)) == ["Commit"]
+    assert Checkpoint("time limit", 1, 0) in job.trained(1)
+    if books_first:
+        job.books(1)
+    *_, again = commands = lose(job)
+    assert kinds(commands) == ["Abandon", "RestartTrainers", "Checkpoint"]
+    assert again == Checkpoint("time limit", 1, 1)
+    assert job.state(1, serial=0) == []  # of the worker that is gone
+    assert job.books(1, serial=0) == []
+    assert job.books(1) == []
+    assert kinds(job.state(1)) == ["Commit"]
     assert job.committed(1)[-1] == EndJob("time limit; the checkpoint of step 1 is complete", "requeue")
 
 

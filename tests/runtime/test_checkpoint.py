@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -52,14 +54,14 @@ class Kept:
         return found
 
     def write(self, step: int, payload: list[list[Block]] | None = None) -> None:
-        self.keeper.write(step, books(step), payload or [])
-        Path(self.keeper.directory(step), "trainer-0.safetensors").write_bytes(b"state")
+        self.keeper.write(step, 0, books(step), payload or [])
+        Path(self.keeper.directory(step, 0), "trainer-0.safetensors").write_bytes(b"state")
 
     def save(self, step: int, payload: list[list[Block]] | None = None) -> list[SnapshotWritten | Committed]:
-        self.keeper.write(step, books(step), payload or [])
+        self.keeper.write(step, 0, books(step), payload or [])
         (written,) = self.events(1)
-        Path(self.keeper.directory(step), "trainer-0.safetensors").write_bytes(b"state")
-        self.keeper.commit(step)
+        Path(self.keeper.directory(step, 0), "trainer-0.safetensors").write_bytes(b"state")
+        self.keeper.commit(step, 0)
         return [written, *self.events(1)]
 
 
@@ -73,7 +75,7 @@ def test_what_is_kept_is_what_was_written(tmp_path_factory, lengths) -> None:
     assert isinstance(written, SnapshotWritten)
     files = [root / "step-00000004.attempt-0" / name for name in ("books.msgpack", "payload.msgpack")]
     assert (written.step, written.error, written.nbytes) == (4, "", sum(file.stat().st_size for file in files))
-    assert committed == Committed(4)
+    assert committed == Committed(4, 0)
     saved, wrong = newest_checkpoint(str(root))
     assert saved is not None
     assert wrong == []
@@ -93,7 +95,7 @@ def test_the_newest_ones_are_kept_whatever_attempt_wrote_them(tmp_path: Path) ->
         first.save(step)
     first.keeper.close()
     second = Kept(tmp_path, attempt=1)
-    second.keeper.write(9, books(9), [])  # killed before it was complete
+    second.keeper.write(9, 0, books(9), [])  # killed before it was complete
     second.events(1)
     second.save(8)
     assert sorted(os.listdir(tmp_path)) == ["step-00000006.attempt-0", "step-00000008.attempt-1"]
@@ -120,10 +122,10 @@ def test_one_that_was_passed_over_never_outlives_those_of_the_attempt_that_goes_
 
 def test_one_that_lacks_a_part_is_not_put_into_place(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    kept.keeper.write(1, books(1), [])
-    kept.keeper.commit(1)  # and no trainer has written its part
+    kept.keeper.write(1, 0, books(1), [])
+    kept.keeper.commit(1, 0)  # and no trainer has written its part
     _, committed = kept.events(2)
-    assert committed == Committed(1, f"{tmp_path}/step-00000001.attempt-0.part: a part is missing")
+    assert committed == Committed(1, 0, f"{tmp_path}/step-00000001.attempt-0.0.part: a part is missing")
     assert newest_checkpoint(str(tmp_path)) == (None, [])
     kept.keeper.close()
 
@@ -131,12 +133,38 @@ def test_one_that_lacks_a_part_is_not_put_into_place(tmp_path: Path) -> None:
 def test_what_is_not_complete_is_none(tmp_path: Path) -> None:
     assert newest_checkpoint(str(tmp_path / "nowhere")) == (None, [])
     kept = Kept(tmp_path)
-    kept.keeper.write(1, books(1), [])
+    kept.keeper.write(1, 0, books(1), [])
     kept.events(1)
     assert newest_checkpoint(str(tmp_path)) == (None, [])
-    kept.keeper.abandon(1)
+    kept.keeper.abandon(1, 0)
     kept.keeper.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_one_begun_again_has_its_parts_to_itself(tmp_path: Path) -> None:
+    """The first one of the step was given up while its payload was being written; a trainer writes its part of the second."""
+    may_go_on = threading.Event()
+
+    class Payload(list[list[Block]]):
+        def __iter__(self) -> Iterator[list[Block]]:
+            assert may_go_on.wait(60)
+            return super().__iter__()
+
+    kept = Kept(tmp_path)
+    kept.keeper.write(1, 0, books(1), Payload())
+    kept.keeper.abandon(1, 0)
+    kept.keeper.write(1, 1, books(1), [])
+    directory = Path(kept.keeper.directory(1, 1))
+    directory.mkdir(exist_ok=True)
+    (directory / "trainer-0.safetensors").write_bytes(b"state")
+    may_go_on.set()
+    kept.keeper.commit(1, 1)
+    first, second, committed = kept.events(3)
+    assert isinstance(first, SnapshotWritten)
+    assert isinstance(second, SnapshotWritten)
+    assert (first.serial, second.serial, committed) == (0, 1, Committed(1, 1))
+    assert os.listdir(tmp_path) == ["step-00000001.attempt-0"]
+    kept.keeper.close()
 
 
 @pytest.mark.parametrize(
@@ -189,11 +217,11 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path) -> None:
 def test_a_part_that_cannot_be_written_is_an_event(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = Kept(tmp_path / "file")
-    kept.keeper.write(1, books(1), [])
+    kept.keeper.write(1, 0, books(1), [])
     (written,) = kept.events(1)
     assert isinstance(written, SnapshotWritten)
     assert written.error.endswith(": Not a directory")
-    kept.keeper.commit(1)
+    kept.keeper.commit(1, 0)
     (committed,) = kept.events(1)
     assert isinstance(committed, Committed)
     assert "No" in committed.error
@@ -211,8 +239,8 @@ def test_a_kill_in_the_middle_leaves_no_checkpoint(tmp_path: Path) -> None:
         "    return write(path, parts)\n"
         "checkpoint._write_file = once\n"
         f"keeper = checkpoint.CheckpointKeeper({str(tmp_path)!r}, 0, 2, 0.0, 0)\n"
-        "keeper.write(1, b'books', [])\n"
-        "keeper.commit(1)\n"
+        "keeper.write(1, 0, b'books', [])\n"
+        "keeper.commit(1, 0)\n"
         "keeper.close()\n"
     )
     ended = subprocess.run([sys.executable, "-c", source], timeout=60, check=False)

@@ -49,7 +49,7 @@ def train(worker: Worker, *steps: int) -> list[TrainedOn]:
 
 def save(worker: Worker, step: int, directory: Path) -> StateSaved:
     """Save, and hear of it."""
-    worker.send(SaveState(step, str(directory)))
+    worker.send(SaveState(step, 7, str(directory)))
     said = answer(worker)
     assert isinstance(said, StateSaved)
     assert said.step == step
@@ -88,7 +88,7 @@ def test_the_state_is_that_of_its_place_among_the_requests(model_path: str, tmp_
     config = config_of(model_path)
     with one_worker(tmp_path) as worker:
         up = start(worker, config)
-        requests = (train_on(ALL, 1), SaveState(1, str(tmp_path / "saved")), train_on(ALL, 2), train_on(ALL, 3))
+        requests = (train_on(ALL, 1), SaveState(1, 7, str(tmp_path / "saved")), train_on(ALL, 2), train_on(ALL, 3))
         for request in requests:
             worker.send(request)
         said = [answer(worker) for _ in requests]
@@ -126,7 +126,7 @@ def test_another_state_is_refused_while_one_is_being_written(model_path: str, tm
     disk = SlowDisk(tmp_path / "slow")
     with one_worker(tmp_path) as worker:
         start(worker, config_of(model_path))
-        worker.send(SaveState(1, str(disk.directory)))
+        worker.send(SaveState(1, 7, str(disk.directory)))
         train(worker, 2, 3)  # whatever the disk does
         refused = save(worker, 3, tmp_path / "other")
         assert refused.error == "the state after step 1 is still being written"
@@ -147,7 +147,7 @@ def test_a_kill_while_writing_leaves_no_file_under_the_name(model_path: str, tmp
     config, disk = config_of(model_path), SlowDisk(tmp_path / "slow")
     with one_worker(tmp_path) as worker:
         start(worker, config)
-        worker.send(SaveState(1, str(disk.directory)))
+        worker.send(SaveState(1, 7, str(disk.directory)))
         with disk.begun():  # a pipe has room for 64 KiB, the state is larger
             worker.kill()
     assert not os.path.lexists(state_path(str(disk.directory), 0))
@@ -182,6 +182,6 @@ def test_a_full_disk_is_one_line_and_training_goes_on(model_path: str, tmp_path:
 def test_shutdown_waits_for_what_is_being_written(model_path: str, tmp_path: Path) -> None:
     with one_worker(tmp_path) as worker:
         start(worker, config_of(model_path))
-        worker.send(SaveState(0, str(tmp_path / "last")))
+        worker.send(SaveState(0, 7, str(tmp_path / "last")))
         worker.stop(timeout_s=60.0)
     assert os.path.getsize(state_path(str(tmp_path / "last"), 0)) > 0
