@@ -245,7 +245,7 @@ class Batch(Section):
 class Control(Section):
     """The pipeline."""
 
-    mode: Literal["laminar", "sync"] = "laminar"
+    mode: Literal["laminar", "sync", "one_step", "stream"] = "laminar"
     """A row of policy/modes.py."""
     steps: Positive = 100
     """Training steps of the whole run."""

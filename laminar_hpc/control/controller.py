@@ -186,7 +186,7 @@ class Controller:
 
     def _proceed(self, now: float) -> list[Command]:
         """The next step and work for waiting rollouts, as far as they have become possible, whatever the event was."""
-        commands = self._experience.begin_step(now)
+        commands = self._experience.feed_trainers(now)
         if self._state.work_has_appeared:
             commands += self._dispatcher.consider_all(now)
         return commands

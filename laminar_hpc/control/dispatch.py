@@ -82,7 +82,7 @@ class Dispatcher:
 
     def consider(self, rollout: Rollout, now: float) -> list[Command]:
         """Weights or work for one rollout whose situation has changed."""
-        if not rollout.alive or self._state.stopping:
+        if not rollout.alive or not self._state.hands_out:
             return []
         if rollout.loading is not None:
             return self._pull_again(rollout) if rollout.pull_due else []
@@ -105,7 +105,7 @@ class Dispatcher:
     def consider_all(self, now: float) -> list[Command]:
         """Work for the rollouts that can take fresh work, after some has appeared."""
         self._state.work_has_appeared = False
-        if self._state.stopping:
+        if not self._state.hands_out:
             return []
         if not self._alone:
             return self._consider_together(now)
@@ -139,6 +139,7 @@ class Dispatcher:
             ahead=settings.ahead,
             kept=state.ledger.kept,
             open_groups=state.ledger.open_groups,
+            in_flight=state.ledger.open_groups - len(state.buffer),
             step_held=held,
         )
 
@@ -152,6 +153,8 @@ class Dispatcher:
             return []
         if version is not None and (state.pool.has_orphans(version) or self._evaluates(version)):
             return []
+        if version is not None and version == self._together and self._has_fresh_work():
+            return []  # its cohort is not all handed out
         return [self._pull(rollout, newer, "nothing in progress")]
 
     def _pull_again(self, rollout: Rollout) -> list[Command]:
@@ -290,7 +293,7 @@ class Dispatcher:
         if ids[room:] and source.version is not None:
             state.pool.orphan(ids[room:])
             others = [rollout for rollout in state.fleet.holders(source.version) if rollout is not source]
-            commands += [] if state.stopping else self._give(others, now)
+            commands += self._give(others, now) if state.hands_out else []
         return commands, min(room, len(ids))
 
     # --- losses -----------------------------------------------------------------------------------------------------
@@ -304,7 +307,7 @@ class Dispatcher:
             return []
         holders = state.fleet.holders(version)
         if holders:
-            return [] if state.stopping else self._give(holders, now)
+            return self._give(holders, now) if state.hands_out else []
         return self._start_over(version, f"rollout {rollout.rank} was the last that held version {version}", now)
 
     def _start_over(self, version: int, why: str, now: float) -> list[Command]:

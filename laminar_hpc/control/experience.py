@@ -100,20 +100,30 @@ class Experience:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, now: float) -> list[Command]:
-        """The commands for the next step, if it can begin."""
-        state, settings = self._state, self._state.settings
-        if len(state.buffer) < settings.prompts or self._training.current is not None:
-            return []
-        if not state.versions.settled or self._training.steps_done == settings.steps or state.stopping:
-            return []
-        batch = [self._take(number) for number in state.buffer.take(settings.prompts)]
-        batch.sort(key=lambda item: item.group.draw)  # so that mini-batches do not depend on which group was done first
-        step = self._training.steps_done + 1
-        version = state.versions.announce(step).id
-        state.work_has_appeared = True
-        trains = self._training.begin(batch, version, now)
-        return [*trains, Publish(f"the weights after step {step}", version, step)]
+    def feed_trainers(self, now: float) -> list[Command]:
+        """The commands for the next step or for more mini-batches of the one that has begun, as far as there are groups."""
+        state, training, settings = self._state, self._training, self._state.settings
+        unit = settings.prompts // settings.minibatches if state.mode.streams else settings.prompts
+        commands: list[Command] = []
+        while self._may_train() and len(state.buffer) >= unit:
+            batch = [self._take(number) for number in state.buffer.take(unit)]
+            batch.sort(key=lambda item: item.group.draw)  # mini-batches shall not depend on which group was done first
+            commands += training.feed(batch, now)
+            state.work_has_appeared = True
+            if training.fed:
+                step = training.steps_done + 1
+                version = state.versions.announce(step).id
+                training.makes(version)
+                commands.append(Publish(f"the weights after step {step}", version, step))
+        state.step_lacks_groups = training.current is not None and not training.fed
+        return commands
+
+    def _may_train(self) -> bool:
+        """Whether a step may begin, or the one that has begun waits for groups."""
+        state, training = self._state, self._training
+        if training.current is not None:
+            return not training.fed
+        return state.versions.settled and training.steps_done < state.settings.steps and not state.stopping
 
     def _take(self, number: int) -> BatchGroup:
         state = self._state

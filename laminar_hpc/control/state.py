@@ -32,5 +32,12 @@ class JobState:
         """The newest step that a round was opened for."""
         self.stopping = ""
         """Why the job has been asked to stop, if it was: nothing new begins then."""
+        self.step_lacks_groups = False
+        """Whether a step has begun for which not all groups are there."""
         self.work_has_appeared = False
         """There may be work for rollouts that were given none when they asked."""
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether rollouts are given work: until the job has been asked to stop, and no step that has begun lacks any."""
+        return not self.stopping or self.step_lacks_groups

@@ -1,6 +1,6 @@
 """Training steps: from the groups of a batch to the report of the step.
 
-    IDLE -> TRAINING (the mini-batches of step s are with the trainers) -> IDLE
+    IDLE -> TRAINING (mini-batches of step s are with the trainers, at last all of them) -> IDLE
 
 Steps are numbered from 1; step 0 is the checkpoint. Invariants: one step at a time, in order; a mini-batch is done when
 every trainer has said so, once; the step is done when all its mini-batches are.
@@ -33,13 +33,13 @@ class BatchGroup(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, eq=False):
-    """The step in training. `done` has, for each mini-batch, what each trainer (by index) said of it."""
+    """The step in training. `done` has, for each mini-batch given so far, what each trainer (by index) said of it."""
 
     number: int
-    version: int
     started_s: float
-    groups: list[BatchGroup]
-    done: list[dict[int, Trained]]
+    version: int | None = None
+    groups: list[BatchGroup] = []
+    done: list[dict[int, Trained]] = []
 
 
 class Training:
@@ -54,14 +54,27 @@ class Training:
         """So many steps were done by earlier attempts."""
         self.steps_done = step
 
-    def begin(self, groups: list[BatchGroup], version: int, now: float) -> list[Train]:
-        """The commands for the next step, which makes `version`."""
-        assert self.current is None, "one step at a time"
-        minibatches = self._settings.minibatches
-        number = self.steps_done + 1
-        self.current = Step(number, version, now, groups, [{} for _ in range(minibatches)])
-        share = len(groups) // minibatches
-        return [self._train(number, place, groups[place * share : (place + 1) * share]) for place in range(minibatches)]
+    @property
+    def fed(self) -> bool:
+        """Whether all mini-batches of the step in training are with the trainers."""
+        return self.current is not None and len(self.current.done) == self._settings.minibatches
+
+    def feed(self, groups: list[BatchGroup], now: float) -> list[Train]:
+        """The commands for the next mini-batches of the step in training, or of the next one: as many as these groups make."""
+        assert not self.fed, "one step at a time"
+        step = self.current = self.current or Step(self.steps_done + 1, now)
+        share = self._settings.prompts // self._settings.minibatches
+        trains = []
+        for begin in range(0, len(groups), share):
+            trains.append(self._train(step.number, len(step.done), groups[begin : begin + share]))
+            step.groups += groups[begin : begin + share]
+            step.done.append({})
+        return trains
+
+    def makes(self, version: int) -> None:
+        """The weights after the step in training are `version`."""
+        assert self.current is not None, "a step is in training"
+        self.current.version = version
 
     def _train(self, number: int, minibatch: int, groups: list[BatchGroup]) -> Train:
         members = [one for item in groups for one in item.trajectories]
@@ -85,7 +98,7 @@ class Training:
                 f"which was never asked for"
             )
         step.done[event.minibatch].setdefault(trainer, event)
-        return all(len(done) == self._settings.trainers for done in step.done)
+        return self.fed and all(len(done) == self._settings.trainers for done in step.done)
 
     def complete(self, now: float) -> tuple[Step, ReportStep]:
         """The step is done: what it consisted of, and its report."""
@@ -97,6 +110,7 @@ class Training:
 
 
 def _report(step: Step, now: float) -> ReportStep:
+    assert step.version is not None, "all of the step is with the trainers"
     members = [one for item in step.groups for one in item.trajectories]
     rewards = [one.reward for one in members]
     mean = math.fsum(rewards) / len(rewards)

@@ -36,21 +36,24 @@ def _start(state: JobState) -> list[str]:
 
 
 def _training(state: JobState, training: Training) -> list[str]:
-    step = training.current
+    step, settings = training.current, state.settings
     if step is not None:
-        return [_step(state, step)]
+        waits = [_step(state, step)] if any(len(done) < len(state.fleet.trainers) for done in step.done) else []
+        return waits if training.fed else [*waits, _groups(state, step.number, settings.prompts - len(step.groups))]
     newest = state.versions.newest
     if newest is not None and not newest.published:
         missing = state.versions.missing_trainers(newest, list(state.fleet.trainers))
         return [f"version {newest.id} waits for trainer ranks {_join(missing)} to publish it"]
-    settings = state.settings
     if newest is None or training.steps_done == settings.steps:
         return []
-    missing_groups = settings.prompts - len(state.buffer)
-    return [
-        f"step {training.steps_done + 1} waits for {missing_groups} groups "
-        f"({len(state.buffer)} of {settings.prompts} in the buffer, {state.ledger.open_groups - len(state.buffer)} in flight)"
-    ]
+    return [_groups(state, training.steps_done + 1, settings.prompts)]
+
+
+def _groups(state: JobState, step: int, needed: int) -> str:
+    """What `step` waits for, which takes `needed` groups more."""
+    held = len(state.buffer)
+    in_flight = state.ledger.open_groups - held
+    return f"step {step} waits for {needed - held} groups ({held} of {needed} in the buffer, {in_flight} in flight)"
 
 
 def _step(state: JobState, step: Step) -> str:

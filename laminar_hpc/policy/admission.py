@@ -1,8 +1,9 @@
 """Back-pressure: how many more prompts may be handed out now.
 
-`open_groups` are those in flight and in the buffer; `kept` are all that were ever handed out less the discarded ones, so
-it counts what has been trained on, what is in training and what is open. The run needs `steps * prompts` groups and not
-one more: whatever is discarded makes room for its replacement, and nothing is left over at the end.
+`open_groups` are those in flight and in the buffer, `in_flight` those that are not generated yet; `kept` are all that were
+ever handed out less the discarded ones, so it counts what has been trained on, what is in training and what is open. The run
+needs `steps * prompts` groups and not one more: whatever is discarded makes room for its replacement, and nothing is left
+over at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from laminar_hpc.policy.modes import Mode
 
 
 def room(
-    mode: Mode, *, steps: int, prompts: int, ahead: float, kept: int, open_groups: int, step_held: int | None
+    mode: Mode,
+    *,
+    steps: int,
+    prompts: int,
+    ahead: float,
+    kept: int,
+    open_groups: int,
+    in_flight: int,
+    step_held: int | None,
 ) -> int:
     """Prompts that may be handed out now.
 
@@ -26,5 +35,6 @@ def room(
         return max(0, min(limit - open_groups, needed - kept))
     if step_held is None:
         return 0
-    cohorts = (step_held + 1 + mode.cohorts_ahead) * prompts
-    return max(0, min(cohorts, needed) - kept)
+    cohorts = step_held + 1 + mode.cohorts_ahead
+    generated = (kept - in_flight) // prompts
+    return max(0, min(cohorts * prompts, (generated + 1) * prompts, needed) - kept)

@@ -19,21 +19,26 @@ class Refresh(str, Enum):
 class Mode(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline.
 
-    `cohorts_ahead` bounds the hand-out by whole steps (None: `control.ahead` of the config bounds it instead). `repack`:
-    rollouts in their tail may give their trajectories to others of their version.
-    What a pipeline guarantees follows from it: `staleness.bound`.
+    `cohorts_ahead` bounds the hand-out by whole steps (None: `control.ahead` of the config bounds it instead): the cohort of
+    a step is handed out under weights that are so many steps older than the newest that its step could have, and not
+    before the cohort before it has been generated. `streams`: a step begins with the first mini-batch of its groups and
+    takes the others as they finish, where otherwise all of its groups have to be there. `repack`: rollouts in their tail may
+    give their trajectories to others of their version. What a pipeline guarantees follows from it: `staleness.bound`.
     """
 
     name: str
     refresh: Refresh
     cohorts_ahead: int | None
-    repack: bool
+    streams: bool = False
+    repack: bool = False
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode(name="sync", refresh=Refresh.TOGETHER, cohorts_ahead=0, repack=False),
+        Mode(name="sync", refresh=Refresh.TOGETHER, cohorts_ahead=0),
+        Mode(name="one_step", refresh=Refresh.TOGETHER, cohorts_ahead=1),
+        Mode(name="stream", refresh=Refresh.TOGETHER, cohorts_ahead=1, streams=True),
         Mode(name="laminar", refresh=Refresh.OWN_BOUNDARY, cohorts_ahead=None, repack=True),
     )
 }

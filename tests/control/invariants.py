@@ -11,6 +11,7 @@ from tier_invariants import TierChecker
 
 from laminar_hpc.control.controller import Settings
 from laminar_hpc.control.snapshot import Snapshot
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.protocol.commands import (
     Attach,
     Checkpoint,
@@ -81,7 +82,8 @@ class InvariantChecker:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.sync = settings.mode == "sync"
+        self.ahead = MODES[settings.mode].cohorts_ahead
+        """Cohorts that may be ahead of the weights; None where rollouts take weights alone."""
         self.trajectories: dict[int, SeenTrajectory] = {}
         self.settled: dict[int, TrajectoryOutcome] = {}
         self.groups: dict[int, TrajectorySpec] = {}
@@ -117,6 +119,7 @@ class InvariantChecker:
         self.moves_reported: set[int] = set()
         self.ended: EndJob | None = None
         self.stopping = False
+        self.minibatches_given: Counter[int] = Counter()
         self._first_was_held = False
 
     def start_again(self, settings: Settings) -> None:
@@ -174,7 +177,7 @@ class InvariantChecker:
         """All rollouts hold one version now: from now on a cohort may be generated under it, whoever is lost."""
         versions = {seen.version for seen in self.rollouts.values() if seen.alive and seen.pulling is None}
         complete = len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
-        if self.sync and complete and len(versions) == 1 and None not in versions:
+        if self.ahead is not None and complete and len(versions) == 1 and None not in versions:
             self.cohort_versions |= versions
 
     def _consecutive(self, ids: Iterable[int]) -> bool:
@@ -264,7 +267,9 @@ class InvariantChecker:
     def _see_Generate(self, command: Generate) -> None:
         seen = self.rollouts[command.rank]
         assert seen.alive, f"work for lost rollout {command.rank}"
-        assert not self.stopping, "nothing new begins in a job that is to stop"
+        given = self.minibatches_given[len(self.reports) + 1]
+        lacks_groups = 0 < given < self.settings.minibatches
+        assert not self.stopping or lacks_groups, "nothing new begins in a job that is to stop"
         assert seen.incarnation == command.incarnation
         assert seen.pulling is None, f"rollout {command.rank} is loading"
         assert seen.version == command.version, f"rollout {command.rank} holds {seen.version}, not {command.version}"
@@ -277,11 +282,11 @@ class InvariantChecker:
         assert len(seen.owned) <= seen.concurrency or len(groups) == 1, f"rollout {command.rank} is overfull"
 
     def _check_fresh(self, command: Generate, seen: SeenRollout) -> None:
-        """Fresh work goes to a rollout at its own boundary, or, in sync, to a fleet that holds one version."""
+        """Fresh work goes to a rollout at its own boundary, or, with cohorts, to a fleet that holds one version."""
         fresh = [spec for spec in command.trajectories if spec.id not in self.trajectories]
         if not fresh:
             return
-        if not self.sync:
+        if self.ahead is None:
             assert not seen.owned, f"rollout {command.rank} was in the middle of its batch"
         elif command.version not in self.cohort_versions:
             versions = {other.version for other in self.rollouts.values() if other.alive}
@@ -308,8 +313,10 @@ class InvariantChecker:
         assert spec.group not in self.batched_groups, f"group {spec.group} was trained on"
         versions = {one.version for one in self._open_members(spec.group)}
         assert versions == {version}, f"group {spec.group} mixes versions {versions}"
-        if self.sync and spec.purpose is Purpose.TRAIN:
-            assert version == self.complete[-1], "a cohort is generated under the newest version"
+        if self.ahead is not None and spec.purpose is Purpose.TRAIN and known is None:
+            assert self._cohort_of(spec.group) <= self.step_of[version] + 1 + self.ahead, (
+                "weights too old for the cohort"
+            )
 
     def _open_members(self, group: int) -> list[SeenTrajectory]:
         return [one for id, one in self.trajectories.items() if one.spec.group == group and id not in self.settled]
@@ -317,7 +324,7 @@ class InvariantChecker:
     def _see_HandOver(self, command: HandOver) -> None:
         """Between two rollouts of one version, all that the source has, and never from one that is a destination."""
         assert self.settings.repack.enabled
-        assert not self.sync
+        assert self.ahead is None
         assert command.reason
         assert command.move == len(self.moves)
         source, destination = self.rollouts[command.rank], self.rollouts[command.destination]
@@ -374,7 +381,9 @@ class InvariantChecker:
 
     def _see_Train(self, command: Train) -> None:
         settings = self.settings
-        assert not self.stopping, "no step begins in a job that is to stop"
+        assert not self.stopping or command.minibatch > 0, "no step begins in a job that is to stop"
+        assert command.minibatch == self.minibatches_given[command.step], "mini-batches come in order"
+        self.minibatches_given[command.step] += 1
         assert command.minibatches == settings.minibatches
         assert command.step == len(self.reports) + 1
         groups = Counter(sample.group for sample in command.samples)
@@ -447,9 +456,9 @@ class InvariantChecker:
     def _see_ReportStep(self, report: ReportStep) -> None:
         assert report.step == len(self.reports) + 1
         assert report.samples == len([id for id, (step, _) in self.in_batch.items() if step == report.step])
-        if self.sync:
-            assert report.staleness_finish_max == 0
-            assert report.staleness_consumption_max == 0
+        if self.ahead is not None:
+            assert report.staleness_finish_max <= self.ahead
+            assert report.staleness_consumption_max <= self.ahead
         if self.settings.eviction == "stale":
             assert report.staleness_consumption_max <= self.settings.max_staleness
         self.reports.append(report)
@@ -522,11 +531,11 @@ class InvariantChecker:
 
     def _check_admission(self) -> None:
         settings = self.settings
-        handed = [group for group, spec in self.groups.items() if spec.purpose is Purpose.TRAIN]
-        kept = [group for group in handed if self.group_ends.get(group) is not State.DISCARDED]
+        kept = self._kept()
         assert len(kept) <= settings.steps * settings.prompts
         waiting = [group for group in kept if group not in self.batched_groups and group not in self.group_ends]
-        limit = settings.prompts if self.sync else int((1 + settings.ahead) * settings.prompts)
+        ahead = settings.ahead if self.ahead is None else self.ahead
+        limit = int((1 + ahead) * settings.prompts)
         assert len(waiting) <= limit, f"{len(waiting)} groups are open, at most {limit} may be"
         if self.ended is None and not self.stopping:
             self._check_nobody_idles(len(waiting) < limit and len(kept) < settings.steps * settings.prompts)
@@ -541,19 +550,29 @@ class InvariantChecker:
             assert newest is None or (seen.version is not None and seen.version >= newest), f"rollout {rank} is behind"
             if seen.version is None or seen.pulling is not None:
                 continue
-            if self.sync:
+            if self.ahead is not None:
                 together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)
-                room = (
-                    room
-                    and together
-                    and self._cohort_is_open()
-                    and len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
-                )
+                everybody = len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
+                room = room and together and everybody and self._cohort_is_open()
             assert not room, f"rollout {rank} idles though prompts may be handed out"
 
+    def _kept(self) -> list[int]:
+        """Training groups that were handed out and not discarded."""
+        handed = [group for group, spec in self.groups.items() if spec.purpose is Purpose.TRAIN]
+        return [group for group in handed if self.group_ends.get(group) is not State.DISCARDED]
+
+    def _cohort_of(self, group: int) -> int:
+        """The step of a group that is being handed out."""
+        before = [other for other in self._kept() if other != group]
+        return 1 + len(before) // self.settings.prompts
+
     def _cohort_is_open(self) -> bool:
-        """Whether the groups trained on so far are those of all steps up to the newest version's."""
-        return len(self.batched_groups) == self.announced[self.complete[-1]] * self.settings.prompts
+        """Whether a group may be handed out under the newest version: of the first cohort that is not all generated."""
+        assert self.ahead is not None
+        kept, prompts = self._kept(), self.settings.prompts
+        generated = sum(all(one.finished for one in self._open_members(group)) for group in kept)
+        cohorts = min(self.announced[self.complete[-1]] + 1 + self.ahead, generated // prompts + 1)
+        return len(kept) < cohorts * prompts
 
 
 def _score(end: Finished | None) -> float | None:

@@ -221,7 +221,9 @@ def test_weights_other_than_those_asked_for_are_refused():
 
 def test_an_unknown_mode_sampler_or_eviction_is_refused_at_the_door():
     fields = {"steps": 1, "prompts": 1, "group_size": 2, "train_prompts": 1, "trainers": 1, "relays": 1, "rollouts": 1}
-    with pytest.raises(ConfigError, match=r"control\.mode: must be one of sync, laminar, got 'turbo'"):
+    with pytest.raises(
+        ConfigError, match=r"control\.mode: must be one of sync, one_step, stream, laminar, got 'turbo'"
+    ):
         Controller(Settings(mode="turbo", **fields))
     with pytest.raises(ConfigError, match=r"control\.sampler"):
         Controller(Settings(mode="sync", sampler="lifo", **fields))

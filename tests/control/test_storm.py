@@ -18,6 +18,7 @@ from invariants import InvariantChecker
 from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.protocol.commands import HandOver, ReportMove, RestartTrainers
 from laminar_hpc.protocol.events import Event, JobFailed, RankEvent, RankLost, Resumed, StopRequested
 from laminar_hpc.protocol.wire import encode
@@ -155,7 +156,7 @@ class Storm:
         return ended is not None and ended.outcome == "failed" and "no other relay or spare is left" in ended.reason
 
 
-@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_invariants_hold_in_a_storm_and_the_job_finishes_after_it(mode, data):
@@ -169,7 +170,7 @@ def test_invariants_hold_in_a_storm_and_the_job_finishes_after_it(mode, data):
     storm.checker.tier.check_record()
 
 
-@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_an_end_in_a_storm_returns_all_that_is_open(mode, data):
@@ -184,7 +185,7 @@ def test_an_end_in_a_storm_returns_all_that_is_open(mode, data):
     storm.rage(20)
 
 
-@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_fresh_controller_gives_the_same_commands_for_the_same_events(mode, data):
@@ -199,7 +200,7 @@ def test_a_fresh_controller_gives_the_same_commands_for_the_same_events(mode, da
         assert [encode(command) for command in again] == [encode(command) for command in commands]
 
 
-@pytest.mark.parametrize("mode", ["laminar", "sync"])
+@pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_attempts_that_are_killed_in_storms_or_asked_to_stop_are_one_run(mode, data):

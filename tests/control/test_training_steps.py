@@ -12,7 +12,7 @@ from laminar_hpc.control.prompts import Group
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.training import BatchGroup, Training
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.protocol.commands import Sample
+from laminar_hpc.protocol.commands import Sample, Train
 from laminar_hpc.protocol.events import Trained
 from laminar_hpc.protocol.trajectory import Purpose, State
 
@@ -38,12 +38,18 @@ def batch() -> list[BatchGroup]:
     ]
 
 
+def begin(training: Training) -> list[Train]:
+    trains = training.feed(batch(), 50.0)
+    training.makes(4)
+    return trains
+
+
 def trained(rank: int, minibatch: int, step: int = 1, seconds: float = 2.0, **metrics: float) -> Trained:
     return Trained(rank, 0, step, minibatch, 1, seconds, metrics)
 
 
 def test_a_batch_is_cut_into_minibatches_of_whole_groups_with_balanced_trainers():
-    first, second = Training(JOB).begin(batch(), 4, 50.0)
+    first, second = begin(Training(JOB))
     assert (first.step, first.minibatch, first.minibatches) == (1, 0, 2)
     # the longer trajectory of each mini-batch goes to trainer 0
     assert first.samples == [Sample(10, 7, 1.0, 15, 1), Sample(11, 7, 0.0, 25, 0)]
@@ -54,7 +60,7 @@ def test_a_batch_is_cut_into_minibatches_of_whole_groups_with_balanced_trainers(
 def test_a_minibatch_is_spread_over_replicas_however_many_trainers_each_has():
     # four trainers hold two copies: 15, 25 of mini-batch 0 and 35, 45 of mini-batch 1, the longer one to replica 0
     training = Training(msgspec.structs.replace(JOB, trainers=4, replicas=2))
-    first, second = training.begin(batch(), 4, 50.0)
+    first, second = begin(training)
     assert [sample.replica for sample in first.samples + second.samples] == [1, 0, 1, 0]
     for rank in (1, 2, 3):  # shards of a replica report as trainers do that hold all of it
         assert not any([training.note(trained(rank, 0), rank - 1), training.note(trained(rank, 1), rank - 1)])
@@ -71,7 +77,7 @@ def test_settings_from_before_there_were_shards_load():
 
 def test_a_step_is_done_when_every_trainer_has_done_every_minibatch_once():
     training = Training(JOB)
-    training.begin(batch(), 4, 50.0)
+    begin(training)
     assert not training.note(trained(1, 0), 0)
     assert not training.note(trained(1, 0), 0)
     assert not training.note(trained(2, 0), 1)
@@ -82,9 +88,26 @@ def test_a_step_is_done_when_every_trainer_has_done_every_minibatch_once():
     assert not training.note(trained(2, 1), 1)
 
 
+def test_a_step_whose_mini_batches_come_one_by_one_is_done_when_the_last_one_is():
+    training = Training(JOB)
+    groups = batch()
+    (first,) = training.feed(groups[:1], 50.0)
+    assert (first.step, first.minibatch, training.fed) == (1, 0, False)
+    assert not training.note(trained(1, 0), 0)
+    assert not training.note(trained(2, 0), 1)  # all that there is so far
+    (second,) = training.feed(groups[1:], 55.0)
+    assert (second.step, second.minibatch, training.fed) == (1, 1, True)
+    training.makes(4)
+    assert not training.note(trained(1, 1), 0)
+    assert training.note(trained(2, 1), 1)
+    step, report = training.complete(60.0)
+    assert [item.group.id for item in step.groups] == [7, 8]
+    assert (report.started_s, report.finished_s, report.version) == (50.0, 60.0, 4)
+
+
 def test_the_report_takes_minibatches_of_trainer_0_and_counts_samples():
     training = Training(JOB)
-    training.begin(batch(), 4, 50.0)
+    begin(training)
     training.note(trained(1, 0, seconds=2.0, loss=1.0, kl=0.5), 0)
     training.note(trained(2, 0, seconds=9.0, loss=9.0), 1)
     training.note(trained(1, 1, seconds=3.0, loss=2.0), 0)
@@ -103,7 +126,7 @@ def test_the_report_takes_minibatches_of_trainer_0_and_counts_samples():
 
 def test_metrics_of_a_step_are_what_one_mini_batch_of_all_its_tokens_would_have():
     training = Training(JOB)
-    training.begin(batch(), 4, 50.0)  # response tokens: 30 in mini-batch 0, 70 in mini-batch 1
+    begin(training)  # response tokens: 30 in mini-batch 0, 70 in mini-batch 1
     first = {"loss": 1.0, "skipped": 0.0, "ratio_max": 3.0, "entropy": 2.0, "kl_reference": 1.0}
     second = {"loss": 2.0, "skipped": 1.0, "ratio_max": 1.5, "entropy": 4.0}
     first |= {"mismatch_max": 0.25, "mismatch_tokens": 10.0, "mismatch_mean": 0.1}
@@ -129,6 +152,6 @@ def test_metrics_of_a_step_are_what_one_mini_batch_of_all_its_tokens_would_have(
 @pytest.mark.parametrize(("step", "minibatch"), [(2, 0), (1, 2), (1, -1)])
 def test_work_that_was_never_asked_for_is_refused(step, minibatch):
     training = Training(JOB)
-    training.begin(batch(), 4, 50.0)
+    begin(training)
     with pytest.raises(ProtocolError, match=f"has trained mini-batch {minibatch} of step {step}, which was never"):
         training.note(trained(1, minibatch, step), 0)
