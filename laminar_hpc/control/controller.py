@@ -54,6 +54,7 @@ from laminar_hpc.protocol.events import (
     LinkStalled,
     Loaded,
     Published,
+    PullRefused,
     RankEvent,
     RankHeard,
     RankLost,
@@ -117,6 +118,7 @@ class Controller:
             Published: (Role.TRAINER, self._published),
             Trained: (Role.TRAINER, self._trained),
             Loaded: (Role.ROLLOUT, self._loaded),
+            PullRefused: (Role.ROLLOUT, self._pull_refused),
             Streamed: (Role.ROLLOUT, self._streamed),
             Finished: (Role.ROLLOUT, self._finished),
             HandedOver: (Role.ROLLOUT, self._handed_over),
@@ -169,6 +171,8 @@ class Controller:
         member = self._state.fleet.members[event.rank]
         if role is Role.TRAINER and isinstance(event, RankLost) and not event.role:
             return self._recovered(self._recovery.lost(event, now), now)
+        if isinstance(event, RankLost) and isinstance(member, Rollout) and event.role and not member.alive:
+            return self._dispatcher.gone(member, now)
         if event.incarnation != member.incarnation or not member.alive:
             return []
         if isinstance(event, RankLost):
@@ -308,7 +312,7 @@ class Controller:
         state, known = self._state, self._state.fleet.rollouts.get(event.rank)
         if state.fleet.gave_up(event.rank):
             return []
-        commands = self._lost_rollout(known, now) if known is not None and known.alive else []
+        commands = self._lost_rollout(known, True, now) if known is not None and known.alive else []
         rollout = state.fleet.add_rollout(event)
         commands += state.distribution.rollout_ready(event)
         state.work_has_appeared = True
@@ -317,15 +321,15 @@ class Controller:
     def _lost(self, event: RankLost, member: Member, now: float) -> list[Command]:
         if isinstance(member, Rollout):
             self._state.distribution.readers.lose(member.rank)
-            return self._lost_rollout(member, now)
+            return self._lost_rollout(member, not event.role, now)
         return self._end("failed", f"{member.role.value} rank {event.rank} was lost: {event.reason}", now)
 
     def _recovered(self, commands: list[Command] | str, now: float) -> list[Command]:
         """What recovery from the loss of a trainer's worker takes, or the job's end, where it says that there is none."""
         return self._end("failed", commands, now) if isinstance(commands, str) else commands
 
-    def _lost_rollout(self, rollout: Rollout, now: float) -> list[Command]:
-        return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, now)]
+    def _lost_rollout(self, rollout: Rollout, comes_back: bool, now: float) -> list[Command]:
+        return [*self._repacker.lost(rollout), *self._dispatcher.lost(rollout, comes_back, now)]
 
     def _lost_unready(self, event: RankLost, now: float) -> list[Command]:
         if not event.role:
@@ -397,9 +401,13 @@ class Controller:
             )
         if not state.fleet.finish_loading(rollout, event.version):
             return []
+        self._dispatcher.loaded(rollout)
         self._repacker.loaded(rollout, event.version, now)
         state.work_has_appeared |= self._dispatcher.refreshes_together
         return self._dispatcher.consider(rollout, now)
+
+    def _pull_refused(self, event: PullRefused, rollout: Rollout, now: float) -> list[Command]:
+        return self._dispatcher.refused(rollout, event.version, now)
 
     # --- trajectories and steps -------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ Fresh work (2 to 4) is given where rollouts refresh alone only to a rollout that
 has room for; where they refresh together, whenever there is room, once all of them hold the newest version. A rollout with
 nothing to do takes newer weights before fresh groups, but after evaluation prompts: so a round, once begun, ends.
 
-Invariant: a trajectory without owner waits only while rollouts that hold its version exist and are all full. When the last
-one is lost, its group, finished members included, starts over; so does an evaluation round.
+Invariant: a trajectory without owner waits only while rollouts that hold its version exist and are all full, or one is to load
+it again (reloads.py). Else its group, finished members included, starts over; so does an evaluation round.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.pool import Owner
 from laminar_hpc.control.prompts import Group
+from laminar_hpc.control.reloads import Reloads
 from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.state import JobState
 from laminar_hpc.policy.admission import room
@@ -36,11 +37,15 @@ from laminar_hpc.protocol.trajectory import Purpose, TrajectorySpec
 
 
 class Portion(msgspec.Struct, eq=False):
-    """What one rollout is given at once."""
+    """What one rollout is given at once. `fresh`: it may be given fresh work; `groups_too`: groups to train on, too.
+
+    One whose relay has newer weights finishes what waits for its own, and begins nothing that is to be trained on.
+    """
 
     rollout: Rollout
     version: int
     fresh: bool
+    groups_too: bool = False
     trajectories: list[TrajectorySpec] = []
     taken_over: int = 0
     moved: int = 0
@@ -67,6 +72,7 @@ class Dispatcher:
         self._state = state
         self._alone = state.mode.refresh is Refresh.OWN_BOUNDARY
         self._restarts: deque[Group] = deque()
+        self._reloads = Reloads()
         self._together: int | None = None
 
     def start_over(self, groups: list[Group]) -> None:
@@ -148,6 +154,8 @@ class Dispatcher:
         state, version = self._state, rollout.version
         if rollout.trajectories:
             return []
+        if self._to_reload(rollout) is not None:
+            return self._reload(rollout)
         newer = state.fleet.newer_at_relay(rollout)
         if newer is None:
             return []
@@ -159,8 +167,30 @@ class Dispatcher:
 
     def _pull_again(self, rollout: Rollout) -> list[Command]:
         """The command to load from another relay than the one it was to load from, as soon as that has something for it."""
+        if self._to_reload(rollout) is not None:
+            return self._reload(rollout)
         newer = self._state.fleet.newer_at_relay(rollout)
         return [] if newer is None else [self._pull(rollout, newer, "its relay has changed")]
+
+    def _to_reload(self, rollout: Rollout) -> int | None:
+        """The version that trajectories wait for this rollout to load again (None: others have taken them, or there are none)."""
+        version = self._reloads.due(rollout.rank)
+        if version is None or not rollout.alive:
+            return None
+        if self._state.pool.has_orphans(version) and not self._state.fleet.holders(version):
+            return version
+        self._reloads.end(rollout.rank)
+        return None
+
+    def _reload(self, rollout: Rollout) -> list[Command]:
+        """The command to load a version again, if there is a relay to ask for it."""
+        state, version = self._state, self._reloads.due(rollout.rank)
+        relay = state.distribution.readers.relay_of(rollout.rank)
+        if relay is None or version is None:
+            return []
+        state.fleet.start_loading(rollout, version)
+        reason = f"trajectories wait for version {version}, which nobody holds"
+        return [Pull(reason, rollout.rank, rollout.incarnation, version, exactly=True)]
 
     def _pull(self, rollout: Rollout, newer: int, why: str) -> Pull:
         self._state.fleet.start_loading(rollout, newer)
@@ -182,7 +212,8 @@ class Dispatcher:
             if rollout.version is None:
                 continue
             fresh = not rollout.trajectories if self._alone else rollout.version == self._together
-            portions[rollout.rank] = Portion(rollout, rollout.version, fresh)
+            newest = not self._alone or self._state.fleet.newer_at_relay(rollout) is None
+            portions[rollout.rank] = Portion(rollout, rollout.version, fresh, fresh and newest)
             loads.append((len(rollout.trajectories), rollout.rank))
         heapq.heapify(loads)
         while loads:
@@ -202,7 +233,7 @@ class Dispatcher:
             return False
         if rollout.free > 0 and self._add_evaluation(portion, now):
             return True
-        if rollout.trajectories and rollout.free < self._state.settings.group_size:
+        if not portion.groups_too or (rollout.trajectories and rollout.free < self._state.settings.group_size):
             return False
         return self._add_group(portion, now)
 
@@ -298,17 +329,47 @@ class Dispatcher:
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
-    def lost(self, rollout: Rollout, now: float) -> list[Command]:
-        """The rollout's incarnation is over: others of its version go on with its work, or the work starts over."""
+    def lost(self, rollout: Rollout, comes_back: bool, now: float) -> list[Command]:
+        """The rollout's incarnation is over: others of its version go on with its work, or it does so, or the work starts over.
+
+        `comes_back`: its rank lives, and starts another engine.
+        """
         state, version = self._state, rollout.version
         state.pool.orphan(state.fleet.lose(rollout))
         state.work_has_appeared = True
         if version is None:
-            return []
+            return [] if comes_back else self.gone(rollout, now)
         holders = state.fleet.holders(version)
         if holders:
             return self._give(holders, now) if state.hands_out else []
+        if comes_back and state.pool.waiting_tokens(version):
+            self._reloads.expect(rollout.rank, version)
+        if self._reloads.awaited(version):
+            return []
         return self._start_over(version, f"rollout {rollout.rank} was the last that held version {version}", now)
+
+    def gone(self, rollout: Rollout, now: float) -> list[Command]:
+        """A rollout that has no engine will not have another one: nobody waits for it."""
+        return self._end_reload(rollout, f"rollout {rollout.rank}, which was to load it again, is gone", now)
+
+    def refused(self, rollout: Rollout, version: int, now: float) -> list[Command]:
+        """The rollout's relay has not got `version`, which it was to load again."""
+        if rollout.loading != version or rollout.pull_due or self._reloads.due(rollout.rank) != version:
+            return []
+        self._state.fleet.stop_loading(rollout)
+        commands = self._end_reload(rollout, f"no relay has version {version} any more", now)
+        return commands + self.consider(rollout, now)
+
+    def loaded(self, rollout: Rollout) -> None:
+        """The rollout has loaded what it was to load last."""
+        self._reloads.end(rollout.rank)
+
+    def _end_reload(self, rollout: Rollout, why: str, now: float) -> list[Command]:
+        version = self._reloads.end(rollout.rank)
+        if version is None or self._reloads.awaited(version) or self._state.fleet.holders(version):
+            return []
+        self._state.work_has_appeared = True
+        return self._start_over(version, why, now)
 
     def _start_over(self, version: int, why: str, now: float) -> list[Command]:
         state = self._state

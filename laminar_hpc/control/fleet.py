@@ -159,6 +159,12 @@ class Fleet:
         rollout.loading = version
         rollout.pull_due = False
 
+    def stop_loading(self, rollout: Rollout) -> None:
+        """What the rollout was asked to load cannot be had; it holds no weights."""
+        assert rollout.version is None, f"rollout {rollout.rank} holds version {rollout.version}"
+        rollout.loading = rollout.voided = None
+        rollout.pull_due = False
+
     def void_pull(self, rollout: Rollout) -> None:
         """The relay that the rollout was to load from is another one now; it has to be asked again."""
         assert rollout.loading is not None, f"rollout {rollout.rank} loads nothing"

@@ -163,6 +163,10 @@ class TrajectoryPool:
         """Whether trajectories of this version wait for an owner."""
         return version in self._orphans
 
+    def waiting_tokens(self, version: int) -> int:
+        """Tokens that those of this version which wait for an owner have, as far as they were streamed."""
+        return sum(self.trajectories[id].tokens for id in self._orphans.get(version, ()))
+
     def adopt(self, version: int, owner: Owner) -> Trajectory | None:
         """Give the trajectory of this version that has waited longest to `owner`; None where none waits."""
         waiting = self._orphans.get(version)

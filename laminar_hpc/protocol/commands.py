@@ -37,11 +37,15 @@ class HandOver(Command, frozen=True):
 
 
 class Pull(Command, frozen=True):
-    """Rollout `rank` loads the newest version its relay holds, `version` at least."""
+    """Rollout `rank` loads the newest version its relay holds, `version` at least.
+
+    `exactly`: that one and no other, since trajectories wait for it; the answer is `PullRefused` where its relay has it no more.
+    """
 
     rank: int
     incarnation: int
     version: int
+    exactly: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True):

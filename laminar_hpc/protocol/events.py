@@ -99,6 +99,12 @@ class Loaded(RankEvent, frozen=True):
     load_s: float
 
 
+class PullRefused(RankEvent, frozen=True):
+    """A rollout was to load exactly `version`, and its relay has it no more."""
+
+    version: int
+
+
 class Progress(msgspec.Struct, frozen=True):
     """How far one trajectory has come: response tokens that have been streamed to the store."""
 
@@ -259,6 +265,7 @@ AnyEvent = (
     | RelayHolds
     | LinkStalled
     | Loaded
+    | PullRefused
     | Streamed
     | Finished
     | HandedOver

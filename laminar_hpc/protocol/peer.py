@@ -239,13 +239,22 @@ class LinkMeasured(Message, frozen=True):
 class LeaseRequest(Message, frozen=True):
     """A rollout asks a relay for the newest image, `version` at least; `request` comes back with the answer.
 
-    `epoch` is that of the rollout's own last loss (`StartOver`), 0 at first.
+    `epoch` is that of the rollout's own last loss (`StartOver`), 0 at first. `exactly`: for `version` and no other, at once; the
+    answer is `LeaseRefused` where the relay has not got it.
     """
 
     rank: int
     version: int
     request: int = 0
     epoch: int = 0
+    exactly: bool = False
+
+
+class LeaseRefused(Message, frozen=True):
+    """The relay has not got the version that was asked for exactly, in this `request`."""
+
+    version: int
+    request: int
 
 
 class Lease(Message, frozen=True):
@@ -579,6 +588,7 @@ AnyMessage = (
     | LinkMeasured
     | LeaseRequest
     | Lease
+    | LeaseRefused
     | LeaseReturn
     | StartEngine
     | EngineUp

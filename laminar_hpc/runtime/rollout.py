@@ -14,7 +14,16 @@ from laminar_hpc.policy.restarts import WINDOW_S, RestartLimit
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
 from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Pull
-from laminar_hpc.protocol.events import Finished, HandedOver, Loaded, Progress, RankLost, RolloutReady, Streamed
+from laminar_hpc.protocol.events import (
+    Finished,
+    HandedOver,
+    Loaded,
+    Progress,
+    PullRefused,
+    RankLost,
+    RolloutReady,
+    Streamed,
+)
 from laminar_hpc.protocol.peer import (
     AbortTrajectories,
     AddTrajectory,
@@ -27,6 +36,7 @@ from laminar_hpc.protocol.peer import (
     Fetched,
     Layout,
     Lease,
+    LeaseRefused,
     LoadWeights,
     Lost,
     StartEngine,
@@ -103,9 +113,12 @@ class RolloutLoop:
             case Pull():
                 if message.incarnation == self._incarnation:
                     self._engine_heard_s = now
-                    self._weights.request(message.version, now)
+                    self._weights.request(message.version, message.exactly, now)
             case Lease():
                 self._weights.lent(source, message, now)
+            case LeaseRefused():
+                if self._weights.declined(message):
+                    self._rank.tell_manager(PullRefused(self._rank.world.rank, self._incarnation, message.version))
             case ChunkSent():
                 self._weights.sent(message)
             case ChunkGone():

@@ -152,6 +152,8 @@ class TrainerLoop:
         if self._again or not self._work:
             return "a batch from the manager"
         match self._work[0]:
+            case Train() as train if self._scores(train.minibatches) and not self._is_whole(train):
+                return f"the other mini-batches of step {train.step} from the manager"
             case Train(step=step, minibatch=minibatch):
                 return f"the payload of mini-batch {minibatch} of step {step} from the store"
             case Publish(version=version):
@@ -186,10 +188,18 @@ class TrainerLoop:
     @property
     def _collecting(self) -> bool:
         """Whether the worker waits for the rest of a step that it scores before it trains on any of it."""
-        config, last = self._rank.config.trainer, self._begun[-1].work if self._begun else None
-        if not isinstance(last, TrainOn) or last.minibatch + 1 == last.minibatches:
-            return False
-        return needs_proximal(config, last.minibatches) or needs_reference(config)
+        last = self._begun[-1].work if self._begun else None
+        return isinstance(last, TrainOn) and last.minibatch + 1 < last.minibatches and self._scores(last.minibatches)
+
+    def _scores(self, minibatches: int) -> bool:
+        """Whether the worker scores a step of so many mini-batches, all of it, before it trains on any."""
+        config = self._rank.config.trainer
+        return needs_proximal(config, minibatches) or needs_reference(config)
+
+    def _is_whole(self, train: Train) -> bool:
+        """Whether all mini-batches of the step have been asked for; they may come as their groups are generated."""
+        given = sum(isinstance(work, Train) and work.step == train.step for work in self._work)
+        return train.minibatch + given == train.minibatches
 
     def _require_publisher(self) -> Publisher:
         if self._publisher is None:
@@ -251,6 +261,8 @@ class TrainerLoop:
                 self._version = work.version
             return request
         assert isinstance(work, Train), type(work).__name__
+        if self._scores(work.minibatches) and not self._is_whole(work):
+            return None  # the worker would wait for the rest
         blocks = self._payload.pop((work.step, work.minibatch), None)
         return None if blocks is None else self._train_on(work, blocks)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from laminar_hpc.mpi.transport import Transport, build_transport
 from laminar_hpc.protocol.commands import Attach
-from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease
+from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, Layout, Lease, LeaseRefused
 from laminar_hpc.runtime.memory import has_room
 from laminar_hpc.runtime.rank import Rank
 from laminar_hpc.weights.epochs import Epochs
@@ -43,6 +43,7 @@ class WeightsDesk:
         self._lease: Lease | None = None
         self._version = -1  # what the engine was last told to load
         self._wanted = self._held = -1
+        self._exactly = False
         self._again: int | None = None
         self._epochs = Epochs()
         self._asked_at: float | None = None
@@ -72,8 +73,8 @@ class WeightsDesk:
         """What an image looks like."""
         self._layout = layout
 
-    def request(self, version: int, now: float) -> None:
-        """The manager says: load the newest version, `version` at least.
+    def request(self, version: int, exactly: bool, now: float) -> None:
+        """The manager says: load the newest version, `version` at least, or `exactly` that one.
 
         It says so again when the relay is another one. An engine that is loading then goes on with what it has, and one that
         has loaded meanwhile has nothing to do.
@@ -83,8 +84,8 @@ class WeightsDesk:
             return
         if version <= self._held:
             return
-        self._asked_at, self._wanted = now, version
-        self._puller.request(version)
+        self._asked_at, self._wanted, self._exactly = now, version, exactly
+        self._puller.request(version, exactly)
 
     def lent(self, source: int, lease: Lease, now: float) -> None:
         """A relay's answer."""
@@ -100,6 +101,13 @@ class WeightsDesk:
         except OSError:  # the relay died after it had answered: the manager will name another one, and ask again
             self._puller.drop()
 
+    def declined(self, message: LeaseRefused) -> bool:
+        """The relay has not got the version that was asked for exactly; False where it is not asked for any more."""
+        if not self._puller.refused(message):
+            return False
+        self._asked_at = None
+        return True
+
     def poll(self, now: float) -> Lease | None:
         """Move on; the lease to load from, when there is one."""
         self.moved = False
@@ -113,7 +121,7 @@ class WeightsDesk:
             elif self._remote.gone:
                 self._remote.drop()
                 self._puller.drop()
-                self._puller.request(self._wanted)
+                self._puller.request(self._wanted, self._exactly)
         lease, self._lease = self._lease, None
         if lease is not None:
             self._loading_at, self._version, self.loading = now, lease.version, True

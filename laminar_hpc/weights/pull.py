@@ -11,9 +11,9 @@ import os
 import msgspec
 
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
+from laminar_hpc.protocol.peer import Lease, LeaseRefused, LeaseRequest, LeaseReturn
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.image import Image
+from laminar_hpc.weights.image import Image, SlotState
 from laminar_hpc.weights.serve import SendMail
 
 
@@ -40,13 +40,13 @@ class Puller:
         """Whether a relay lends it something now."""
         return self._lease is not None
 
-    def request(self, version: int) -> None:
-        """Ask for the newest version, `version` at least."""
+    def request(self, version: int, exactly: bool = False) -> None:
+        """Ask for the newest version, `version` at least, or `exactly` for that one."""
         if self._wanted is not None or self._lease is not None:
             raise ProtocolError(f"rollout rank {self._rank}: asks for version {version} in the middle of a pull")
         self._wanted = version
         self._requests += 1
-        self._send_mail(self.relay, LeaseRequest(self._rank, version, self._requests, self._epoch))
+        self._send_mail(self.relay, LeaseRequest(self._rank, version, self._requests, self._epoch, exactly))
 
     def lent(self, relay: int, lease: Lease) -> Lease | None:
         """The relay's answer: the lease to load from, or None where it was asked for before `drop` or `attach`.
@@ -63,6 +63,13 @@ class Puller:
             )
         self._wanted, self._lease, self._lender = None, lease, relay
         return lease
+
+    def refused(self, message: LeaseRefused) -> bool:
+        """The relay has not got what was asked for; False where that is not asked for any more."""
+        if self._wanted is None or message.request != self._requests:
+            return False
+        self._wanted = None
+        return True
 
     def loaded(self) -> int:
         """What was lent is needed no more: the lease goes back. Returns the version."""
@@ -123,7 +130,7 @@ class Lender:
         self._epochs = epochs
 
     def asked(self, request: LeaseRequest) -> None:
-        """Answer `request` at the next `poll` at which a version new enough is complete."""
+        """Answer `request` at the next `poll` at which a version new enough is complete; at once where it is an exact one."""
         if request.epoch >= self._epochs.of(request.rank):  # last words may come after the news of a death
             self._waiting.append(request)
 
@@ -149,9 +156,20 @@ class Lender:
         """Lend what can be lent."""
         still: list[LeaseRequest] = []
         for request in self._waiting:
-            version = self._image.lease(request.rank, request.version)
-            if version is None:
-                still.append(request)
-            else:
+            version = self._lend(request)
+            if version is not None:
                 self._send_mail(request.rank, self._image.lent(version, request.request))
+            elif request.exactly:
+                self._send_mail(request.rank, LeaseRefused(request.version, request.request))
+            else:
+                still.append(request)
         self._waiting = still
+
+    def _lend(self, request: LeaseRequest) -> int | None:
+        """The version that is lent now (None: none can be)."""
+        if not request.exactly:
+            return self._image.lease(request.rank, request.version)
+        if self._image.state(request.version) is not SlotState.READY:
+            return None
+        self._image.hold(request.rank, request.version)
+        return request.version

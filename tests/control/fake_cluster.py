@@ -38,6 +38,7 @@ from laminar_hpc.protocol.events import (
     Loaded,
     Progress,
     Published,
+    PullRefused,
     RankLost,
     RolloutReady,
     SnapshotWritten,
@@ -84,6 +85,7 @@ class RolloutRank(msgspec.Struct, eq=False):
     gone: bool = False
     version: int = -1
     wanted: int | None = None
+    exactly: bool = False
     lent: int | None = None
     copied: bool = False
     tasks: dict[int, Task] = {}
@@ -94,9 +96,9 @@ class RolloutRank(msgspec.Struct, eq=False):
         if not self.copied:
             self.lent = None
 
-    def pull(self, version: int) -> None:
+    def pull(self, version: int, exactly: bool) -> None:
         if version > self.version:
-            self.wanted = version
+            self.wanted, self.exactly = version, exactly
 
     def loaded(self) -> int:
         """What has been lent is in the engine."""
@@ -184,7 +186,7 @@ class FakeCluster:
             case Pull():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
-                    rollout.pull(command.version)
+                    rollout.pull(command.version, command.exactly)
             case HandOver():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
@@ -264,13 +266,21 @@ class FakeCluster:
 
     def _can_lend(self, rollout: RolloutRank, version: int) -> bool:
         relay = self.relays.by_rank[rollout.relay]
-        return relay.process == "up" and not relay.lost and max(relay.held, default=-1) >= version
+        if relay.process != "up" or relay.lost:
+            return False
+        return rollout.exactly or max(relay.held, default=-1) >= version
 
     def _load(self, rollout: RolloutRank) -> Event | None:
         """One of three things: the relay lends, a copy from another node ends, the engine has loaded."""
         relay = self.relays.by_rank[rollout.relay]
+        if rollout.lent is None and rollout.exactly:
+            wanted = rollout.wanted
+            if wanted not in relay.held or self.random.random() < 0.3:  # its slot may have been needed
+                rollout.wanted = None
+                return PullRefused(rollout.rank, rollout.incarnation, wanted)
         if rollout.lent is None:
-            rollout.lent, rollout.copied = max(relay.held), relay.node == rollout.node
+            rollout.lent = rollout.wanted if rollout.exactly else max(relay.held)
+            rollout.copied = relay.node == rollout.node
             return None
         if not rollout.copied:
             rollout.copied = relay.process == "up"
@@ -348,9 +358,13 @@ class FakeCluster:
         rollout.ready, rollout.gone = False, True
         return RankLost(rollout.rank, 0, "its process is gone", "rollout")
 
+    def take_for_lost(self, rollout: RolloutRank) -> RankLost:
+        """A rollout whose engine is on its way says nothing any more; it may speak again."""
+        return RankLost(rollout.rank, rollout.incarnation - 1, "silent", "rollout")
+
     def crash(self, rollout: RolloutRank) -> RankLost:
-        """A rollout is lost; what it was about to say may still arrive."""
-        lost = RankLost(rollout.rank, rollout.incarnation, "killed")
+        """A rollout's engine is lost, or its rank is taken for lost; what it was about to say may still arrive."""
+        lost = RankLost(rollout.rank, rollout.incarnation, "killed", "rollout" if self.random.random() < 0.2 else "")
         self.ghosts += [self._finished(rollout, task) for task in rollout.tasks.values()]
         if rollout.lent is not None and rollout.copied:
             self.ghosts.append(Loaded(rollout.rank, rollout.incarnation, rollout.loaded(), b"", 0.0, 0.1))

@@ -35,6 +35,7 @@ from laminar_hpc.protocol.events import (
     HandedOver,
     Loaded,
     Published,
+    PullRefused,
     RankLost,
     RolloutReady,
     StopRequested,
@@ -45,7 +46,11 @@ from laminar_hpc.protocol.trajectory import Purpose, State, TrajectorySpec, Verd
 
 
 class SeenRollout(msgspec.Struct, eq=False):
-    """`pulling` is what its last `Pull` named, `void` whether an `Attach` came after it, `voided` the lowest such one."""
+    """`pulling` is what its last `Pull` named, `void` whether an `Attach` came after it, `voided` the lowest such one.
+
+    `exactly`: it named that version and no other. `had`: what the incarnation before held when its engine was lost, until it
+    has loaded something, or was told to load something else.
+    """
 
     incarnation: int
     concurrency: int
@@ -55,6 +60,8 @@ class SeenRollout(msgspec.Struct, eq=False):
     version: int | None = None
     pulling: int | None = None
     void: bool = False
+    exactly: bool = False
+    had: int | None = None
     voided: int | None = None
     owned: set[int] = set()
 
@@ -198,11 +205,21 @@ class InvariantChecker:
                 if seen is None or event.incarnation > seen.incarnation:
                     self._void_moves_of(event.rank)
                     relay = event.relay if seen is None else seen.relay
-                    self.rollouts[event.rank] = SeenRollout(event.incarnation, event.concurrency, event.node, relay)
+                    had = (
+                        None if seen is None else seen.version if seen.alive and seen.version is not None else seen.had
+                    )
+                    self.rollouts[event.rank] = SeenRollout(
+                        event.incarnation, event.concurrency, event.node, relay, had=had
+                    )
             case RankLost():
+                known = self.rollouts.get(event.rank)
                 if seen := self._current(event):
-                    seen.alive, seen.owned = False, set()
+                    had = seen.had if seen.version is None else seen.version
+                    seen.alive, seen.owned, seen.had = False, set(), None if event.role else had
+                    seen.version, seen.pulling = None, None
                     self._void_moves_of(event.rank)
+                elif event.role and known is not None and not known.alive:
+                    known.had = None
                 elif event.role == "rollout" and event.rank not in self.rollouts:
                     self.given_up.add(event.rank)
             case Loaded():
@@ -210,7 +227,11 @@ class InvariantChecker:
                 if seen and seen.pulling is not None and (seen.version is None or event.version > seen.version):
                     assert event.version >= (seen.pulling if seen.voided is None else min(seen.pulling, seen.voided))
                     seen.load(event.version)
+                    seen.had = None
                     self._first_was_held |= event.version == self.settings.first_version
+            case PullRefused():
+                if (seen := self._current(event)) and seen.exactly and seen.pulling == event.version and not seen.void:
+                    seen.pulling, seen.had = None, None
             case Streamed():
                 self._see_streamed(event)
             case Finished():
@@ -365,8 +386,15 @@ class InvariantChecker:
         )
         assert seen.pulling is None or seen.void
         assert seen.version is None or command.version > seen.version
-        assert command.version in self.tier.relays[seen.relay].held, "its relay has it"
-        seen.pulling, seen.void = command.version, False
+        if command.exactly:
+            assert command.version == seen.had, "what its last incarnation held"
+            assert self._waiting_versions() >= {command.version}
+            others = [other for other in self.rollouts.values() if other.alive and other.pulling is None]
+            assert all(other.version != command.version for other in others), "somebody holds it"
+        else:
+            assert command.version in self.tier.relays[seen.relay].held, "its relay has it"
+            seen.had = None
+        seen.pulling, seen.void, seen.exactly = command.version, False, command.exactly
 
     def _see_Attach(self, command: Attach) -> None:
         seen = self.rollouts[command.rank]
@@ -517,14 +545,22 @@ class InvariantChecker:
         return {first}
 
     def _check_nobody_is_left_waiting(self) -> None:
-        """A trajectory without owner waits only while all rollouts that hold its version, of which there are some, are full."""
-        owned = {id for seen in self.rollouts.values() for id in seen.owned}
-        waiting = {one.version for id, one in self.trajectories.items() if self._waits(id, one) and id not in owned}
-        for version in waiting - self._not_held_yet():
+        """A trajectory without owner waits only while all rollouts that hold its version, of which there are some, are full.
+
+        Or while the last one that held it is to load it again.
+        """
+        for version in self._waiting_versions() - self._not_held_yet():
+            if any(seen.had == version for seen in self.rollouts.values()):
+                continue  # it is to be loaded again
             holders = [seen for seen in self.rollouts.values() if seen.alive and seen.version == version]
             holders = [seen for seen in holders if seen.pulling is None]
             assert holders, f"nobody holds version {version}, and trajectories wait"
             assert all(len(seen.owned) >= seen.concurrency for seen in holders)
+
+    def _waiting_versions(self) -> set[int]:
+        """Those of trajectories that nobody owns."""
+        owned = {id for seen in self.rollouts.values() for id in seen.owned}
+        return {one.version for id, one in self.trajectories.items() if self._waits(id, one) and id not in owned}
 
     def _waits(self, id: int, one: SeenTrajectory) -> bool:
         return one.finished is None and id not in self.settled

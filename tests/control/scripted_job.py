@@ -13,6 +13,7 @@ from laminar_hpc.protocol.events import (
     Loaded,
     Progress,
     Published,
+    PullRefused,
     RankLost,
     RelayHolds,
     RelayReady,
@@ -141,8 +142,11 @@ class ScriptedJob:
         items = [Progress(trajectory, tokens) for trajectory, tokens in progress]
         return self.tell(HandedOver(rank, self.incarnation[rank], move, items))
 
-    def lose(self, rank: int) -> list[Command]:
-        """The rollout is lost; what this job says for it from now on is of its next incarnation."""
-        commands = self.tell(RankLost(rank, self.incarnation[rank], "killed"))
+    def refused(self, rank: int, version: int) -> list[Command]:
+        return self.tell(PullRefused(rank, self.incarnation[rank], version))
+
+    def lose(self, rank: int, role: str = "") -> list[Command]:
+        """The rollout's engine is lost, or its rank; what this job says for it from now on is of its next incarnation."""
+        commands = self.tell(RankLost(rank, self.incarnation[rank], "killed", role))
         self.incarnation[rank] += 1
         return commands

@@ -237,7 +237,7 @@ def test_with_nobody_left_of_its_version_a_group_starts_over_with_its_finished_m
     job.streamed(A, (2, 9))
     job.finish(A, 0, 0)
     job.lose(B)
-    (settle,) = job.lose(A)
+    (settle,) = job.lose(A, "rollout")
     assert [(one.trajectory, one.state) for one in settle.trajectories] == [
         (0, State.DISCARDED),
         (1, State.DISCARDED),

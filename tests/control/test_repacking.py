@@ -356,7 +356,7 @@ def test_a_move_whose_trajectories_start_over_has_no_gain():
     job.train_and_spread(1)
     job.give(hand_over)
     job.loaded(A, 1)
-    job.lose(B)  # the last one that held version 0
+    job.lose(B, "rollout")  # the last one that held version 0
     job.now = 11.0
     (report,) = only(job.streamed(A, kv_use=0.1), ReportMove)
     assert (report.ending, report.gain_s, report.tokens) == ("moved", None, 4 * 9)

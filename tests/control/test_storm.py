@@ -19,8 +19,17 @@ from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.policy.modes import MODES
-from laminar_hpc.protocol.commands import HandOver, ReportMove, RestartTrainers
-from laminar_hpc.protocol.events import Event, JobFailed, RankEvent, RankLost, Resumed, StopRequested
+from laminar_hpc.protocol.commands import HandOver, Pull, ReportMove, RestartTrainers
+from laminar_hpc.protocol.events import (
+    Event,
+    JobFailed,
+    Loaded,
+    PullRefused,
+    RankEvent,
+    RankLost,
+    Resumed,
+    StopRequested,
+)
 from laminar_hpc.protocol.wire import encode
 
 STORM_MOVES = 150
@@ -111,7 +120,19 @@ class Storm:
             return cluster.stream(random.choice(busy))
         if random.random() >= self._calm:
             kind = random.choice(
-                ["repeat", "ghost", "stream", "tool", "crash", "restart", "vanish", "relay", "relay", "worker"]
+                [
+                    "repeat",
+                    "ghost",
+                    "stream",
+                    "tool",
+                    "crash",
+                    "restart",
+                    "silent",
+                    "vanish",
+                    "relay",
+                    "relay",
+                    "worker",
+                ]
             )
             repeatable = [event for _, event in cluster.events if isinstance(event, RankEvent)]
             if kind == "repeat" and repeatable:
@@ -128,6 +149,9 @@ class Storm:
             if kind == "tool" and busy:
                 rollout = random.choice(busy)
                 return cluster.use_tool(rollout, random.choice(list(rollout.tasks.values())))
+            down = [one for one in cluster.rollouts if not one.ready and not one.gone and one.incarnation > 0]
+            if kind == "silent" and down:
+                return cluster.take_for_lost(random.choice(down))
             if kind == "crash" and rollouts:
                 return cluster.crash(random.choice(rollouts))
             if kind == "vanish" and (unheard := cluster.unheard()):
@@ -253,6 +277,35 @@ def test_storms_have_moves_in_them_and_each_is_reported_once():
     assert endings["moved"] > 100
     assert min(endings["expected"], endings["actual"], endings["loaded"]) > 10
     assert min(endings["the source"], endings["nothing was"]) > 0
+
+
+def test_storms_have_versions_in_them_that_are_loaded_again():
+    ends: Counter[str] = Counter()
+    for seed in range(40):
+        job = Settings(
+            mode="laminar",
+            steps=12,
+            prompts=2,
+            group_size=2,
+            train_prompts=5,
+            trainers=1,
+            relays=2,
+            rollouts=3,
+            ahead=2.0,
+            max_response_tokens=1000,
+        )
+        storm = Storm(job, Random(seed), calm=0.8, streaming=0.5)
+        storm.rage(3 * STORM_MOVES)
+        storm.settle_down()
+        due: dict[int, Pull] = {}
+        for (_, event), commands in zip(storm.cluster.events, storm.cluster.commands, strict=True):
+            if isinstance(event, Loaded | PullRefused) and event.rank in due:
+                pull = due[event.rank]
+                if (event.incarnation, event.version) == (pull.incarnation, pull.version):
+                    ends[type(event).__name__] += 1
+                    del due[event.rank]
+            due |= {one.rank: one for one in commands if isinstance(one, Pull) and one.exactly}
+    assert min(ends["Loaded"], ends["PullRefused"]) > 5, ends
 
 
 def test_storms_have_lost_workers_of_trainers_in_them():

@@ -6,7 +6,7 @@ import pytest
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.memory import map_readonly, still_lent
-from laminar_hpc.protocol.peer import Lease, LeaseRequest, LeaseReturn
+from laminar_hpc.protocol.peer import Lease, LeaseRefused, LeaseRequest, LeaseReturn
 from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.pull import Lender, LentMemory, Puller
@@ -181,6 +181,36 @@ def test_a_rollout_that_was_taken_for_lost_asks_again_when_it_knows(puller: Pull
         assert len(lent) == 2
         assert puller.lent(2, lent[-1]) is not None
         assert image.leases(1) == 1
+
+
+def test_exactly_one_version_is_lent_or_refused_at_once(puller: Puller, sent: list) -> None:
+    with Image.create(8, slots=3) as image:
+        said: list = []
+        lender = Lender(image, lambda _rank, message: said.append(message), Epochs())
+        for version in (1, 2):
+            image.begin_fill(version)
+            image.complete(version)
+        image.begin_fill(3)
+        for version in (0, 3, 1):  # retired, still coming, there
+            puller.request(version, exactly=True)
+            lender.asked(sent[-1][1])
+            lender.poll()
+            if isinstance(said[-1], LeaseRefused):
+                assert puller.refused(said[-1])
+                assert not puller.refused(said[-1])
+                assert puller.waiting_for == ""
+        assert said[:2] == [LeaseRefused(0, 1), LeaseRefused(3, 2)]
+        assert (said[2].version, image.leases(1), image.leases(2)) == (1, 1, 0)
+        assert puller.lent(2, said[2]) is not None
+        assert puller.loaded() == 1
+
+
+def test_a_refusal_that_comes_late_is_none(puller: Puller) -> None:
+    puller.request(1, exactly=True)
+    puller.drop()
+    puller.request(2)
+    assert not puller.refused(LeaseRefused(1, 1))
+    assert puller.waiting_for == "version 2 or newer from relay rank 2"
 
 
 def test_a_reader_whose_lease_was_taken_back_can_tell() -> None:
