@@ -110,6 +110,7 @@ class Director:
         self._rank = rank
         self._script: Iterator[None] = iter(())
         self._ready: dict[int, str] = {}
+        self._parting = False  # all have been told to leave
         self._left: set[int] = set()
         self._links: list[LinkMeasured] = []
         self._layout: Layout | None = None
@@ -309,6 +310,7 @@ class Director:
         yield from self._lay_out()
         yield from self.run()
         self.clean = not self.lost
+        self._parting = True
         for rank in everybody:
             self._rank.mail.send(rank, Shutdown(clean=self.clean))
         deadline_s = time.monotonic() + FAREWELL_S
@@ -347,9 +349,11 @@ class Director:
         """Ranks that MPI has found dead, and relays that say nothing."""
         for rank in self._rank.mail.lost():
             self._silent.discard(rank)
-            if rank not in self.lost and rank not in self._left:
+            if self._parting:
+                self._left.add(rank)  # MPI may tell of its end before its last word is here
+            elif rank not in self.lost and rank not in self._left:
                 self.lose(rank, "its process is gone", now)
-        if not self.listens:
+        if self._parting or not self.listens:
             return
         for rank in self.relays:
             silent_s = now - self.beats.get(rank, now)
