@@ -45,6 +45,7 @@ def test_a_job_goes_on_without_a_rollout_that_has_never_reported(laminar: Lamina
     assert "rank 4 (rollout 1 on " in printed
 
 
+@pytest.mark.slow
 def test_a_lost_engine_loads_its_version_again_and_every_trajectory_has_the_same_tokens(laminar: Laminar) -> None:
     """One rollout is given all 16 groups under version 0; its engine is killed when two steps are trained on what is done."""
     config = laminar.config(
