@@ -22,7 +22,7 @@ from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.estimates import Estimates
 from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.moves import Moves
-from laminar_hpc.control.pool import Trajectory
+from laminar_hpc.control.pool import Advance, Trajectory
 from laminar_hpc.control.state import JobState
 from laminar_hpc.policy.repack import Candidate, Costs, Limits, largest_batch, plan
 from laminar_hpc.protocol.commands import Command
@@ -59,15 +59,20 @@ class Repacker:
 
     # --- what becomes known -----------------------------------------------------------------------------------------
 
-    def streamed(self, rollout: Rollout, event: Streamed, advance: int, now: float) -> None:
-        """A rollout has streamed; `advance` is how many tokens the trajectory that gained most has gained."""
+    def streamed(self, rollout: Rollout, event: Streamed, advance: Advance | None, now: float) -> None:
+        """A rollout has streamed; `advance` is that of the trajectory that gained most.
+
+        Not every stream tells of all: the steps are those of one trajectory between two words of it.
+        """
         if not self._on:
             return
         before = self._heard.get(rollout.rank)
         if before is not None and (before.incarnation, before.given) != (rollout.incarnation, rollout.given):
             before = None
-        if before is not None and advance > 0 and before.said.waiting == event.waiting == 0 and before.said.running > 0:
-            self._estimates.note_steps((before.said.running + event.running) / 2, advance, now - before.at_s)
+        empty = before is not None and before.said.waiting == event.waiting == 0 and before.said.running > 0
+        if before is not None and advance is not None and empty:
+            trajectories = (before.said.running + event.running) / 2
+            self._estimates.note_steps(trajectories, advance.tokens, advance.seconds)
         streams = 1 if before is None else before.streams + 1
         self._heard[rollout.rank] = _Heard(rollout.incarnation, rollout.given, streams, now, event)
         self._moves.streamed(event.progress, now)
@@ -161,7 +166,7 @@ class Repacker:
         if move is None:
             return []
         pool = self._state.pool
-        pool.stream(event.progress, source.rank)
+        pool.stream(event.progress, source.rank, now)
         given = [item for item in event.progress if pool.owned(item.trajectory, source.rank) is not None]
         destination = self._state.fleet.rollouts[move.destination]
         takes = destination.alive and destination.version == source.version and destination.loading is None
