@@ -19,6 +19,9 @@ from laminar_hpc.weights.reshard import cut, join, whole_tensor
 FORWARD_SHARE = 1 / 3
 """Of a step's time, what a forward pass alone takes: the backward pass has twice its operations."""
 
+NOTHING_LEARNED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "skipped": 0.0}
+"""The metrics of each mini-batch."""
+
 
 class PacedTrainer:
     """A `TrainingEngine` that computes nothing. With several trainers, each takes the time of its own share.
@@ -53,7 +56,7 @@ class PacedTrainer:
         began_s, self._began_s = self._began_s, None
         self._take(self._costs.train_s(_tokens(sequences)), began_s)
         self._steps += 1
-        return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "skipped": 0.0}
+        return dict(NOTHING_LEARNED)
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
