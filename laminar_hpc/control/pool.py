@@ -30,7 +30,8 @@ class Owner(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, eq=False):
     """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner.
 
-    `score` is the reward without a penalty for length, `told_s` when its owner last told of tokens (None: it has not).
+    `score` is the reward without a penalty for length, `told_s` when its owner last told of tokens (None: it has not),
+    `delayed_s` by how much later it is expected to end for its moves and those of others onto its rollout.
     """
 
     id: int
@@ -53,6 +54,7 @@ class Trajectory(msgspec.Struct, eq=False):
     finished_s: float | None = None
     staleness_finish: int | None = None
     told_s: float | None = None
+    delayed_s: float = 0.0
 
     @property
     def segments(self) -> list[Segment]:

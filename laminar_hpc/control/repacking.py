@@ -24,7 +24,7 @@ from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.moves import Moves
 from laminar_hpc.control.pool import Advance, Trajectory
 from laminar_hpc.control.state import JobState
-from laminar_hpc.policy.repack import Candidate, Costs, Limits, largest_batch, plan
+from laminar_hpc.policy.repack import Candidate, Costs, Limits, Move, largest_batch, plan
 from laminar_hpc.protocol.commands import Command
 from laminar_hpc.protocol.events import HandedOver, Streamed
 from laminar_hpc.protocol.trajectory import Purpose, State
@@ -151,8 +151,25 @@ class Repacker:
             tokens = heard.said.kv_use * rollout.kv_capacity_tokens
             if self._estimates.known:  # and those that have come since it said so
                 tokens += len(owned) * (now - heard.at_s) / self._estimates.step_s(len(owned))
-            found.append(Candidate(rollout.rank, len(owned), math.ceil(tokens), rollout.kv_capacity_tokens, steps))
+            found.append(
+                Candidate(
+                    rollout.rank,
+                    len(owned),
+                    math.ceil(tokens),
+                    rollout.kv_capacity_tokens,
+                    steps,
+                    self._slack_s(owned, steps, now),
+                )
+            )
         return found
+
+    def _slack_s(self, owned: list[Trajectory], steps: int, now: float) -> float:
+        """By how much later all of these, of which the last one has `steps` to go, may end."""
+        if not self._rules.delay_share or not self._estimates.known:
+            return math.inf
+        youngest_s = now - max(one.begun_s for one in owned)
+        expected_s = youngest_s + steps * self._estimates.step_s(len(owned))
+        return self._rules.delay_share * expected_s - max(one.delayed_s for one in owned)
 
     def _in_tail(self, rollout: Rollout, heard: _Heard, batch: int) -> bool:
         if not 0 < len(rollout.trajectories) <= min(batch, rollout.concurrency) or rollout.kv_capacity_tokens == 0:
@@ -173,5 +190,13 @@ class Repacker:
         takes = takes and not self._state.stopping
         ids = [item.trajectory for item in given]
         commands, moved = self._dispatcher.pass_on(ids, source, destination if takes else None, now)
+        if moved:
+            self._note_delays(move, destination, set(ids[:moved]))
         reports = self._moves.handed_over(event.move, given[:moved], source, destination if takes else None, now)
         return [*commands, *reports, *self._dispatcher.consider(source, now)]
+
+    def _note_delays(self, move: Move, destination: Rollout, moved: set[int]) -> None:
+        for id in destination.trajectories:
+            self._state.pool.trajectories[id].delayed_s += (
+                move.source_delay_s if id in moved else move.destination_delay_s
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from laminar_hpc.config.schema import Config
@@ -121,7 +122,7 @@ class Cluster:
                 self._kernel.send(rollout.rank, lambda: rollout.obey(command))
             case Train() | Publish():
                 for trainer in self._trainers:
-                    self._kernel.send(trainer.rank, lambda trainer=trainer: trainer.obey(command))
+                    self._kernel.send(trainer.rank, partial(trainer.obey, command))
             case Broadcast() | Drop():
                 self._kernel.send("relays", lambda: self._relays.obey(command))
             case EndJob():
@@ -134,8 +135,11 @@ class Cluster:
     def _end(self, command: EndJob) -> None:
         self.ending = command
         self._kernel.stop()
-        for rank in (self._relays, *self._trainers, *self._rollouts.values()):
-            rank.close()
+        self._relays.close()
+        for trainer in self._trainers:
+            trainer.close()
+        for rollout in self._rollouts.values():
+            rollout.close()
         self._phases.tell(self._kernel.now)
         if self._recorder is not None:
             self._recorder.ended(command, self._kernel.now)

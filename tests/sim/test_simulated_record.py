@@ -144,3 +144,19 @@ def test_the_command_writes_the_record_that_the_report_reads(
     assert "finished: all 2 steps are trained" in printed
     assert main(["report", f"{tmp_path}/run"]) == 0
     assert "violated" not in capsys.readouterr().out
+
+
+def test_a_smaller_share_of_delay_makes_less_of_repacking(tmp_path: Path) -> None:
+    """Work per time while there are prompts, and how long trajectories take: without repacking, with a limit, without one."""
+    found = []
+    for name, repack in (("off", {"enabled": False}), ("limited", {"delay_share": 0.1}), ("all", {"delay_share": 0.0})):
+        run = simulated(tail_config(tmp_path / name, repack=repack))
+        rows, until_s = run.table("engine"), run.table("hand_outs")["handed_out_s"].max()
+        generated = rows[rows["time_s"] <= until_s]["generated_tokens"].sum() / until_s
+        ended = run.table("trajectories")
+        took_s = np.sort(ended["finished_s"] - ended["begun_s"])[-len(ended) // 10 :]
+        found.append((float(generated), float(took_s.mean())))
+    (off, off_s), (limited, limited_s), (unlimited, unlimited_s) = found
+    assert off < limited < unlimited
+    assert off_s < limited_s < 1.1 * off_s
+    assert limited_s < unlimited_s
