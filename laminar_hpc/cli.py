@@ -64,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", help="the run's directory")
     resume.set_defaults(run=_resume)
 
+    simulate = commands.add_parser(
+        "simulate", help="the run of a config of emulated GPUs, in virtual time: its record in seconds, without MPI"
+    )
+    simulate.add_argument("config", help='a TOML file with rollout.engine = "paced"; jobs/configs/ has examples')
+    _add_set(simulate)
+    simulate.set_defaults(run=_simulate)
+
     report = commands.add_parser("report", help="tables on the terminal, figures and an HTML page from a run's record")
     report.add_argument("run_dir", help="a run directory; the run may still be going on")
     report.add_argument("--out", help="where the page and figures go (default: RUN_DIR/report)")
@@ -86,8 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_relay(relay)
     relay.set_defaults(run=_bench_relay)
 
-    model = commands.add_parser("model", help="make a small model to train")
-    models = model.add_subparsers(metavar="MODEL", required=True)
+    _add_model(commands.add_parser("model", help="make a small model to train"))
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_subparsers(metavar="MODEL", required=True)
     tiny = models.add_parser("tiny", help="a character-level model of a few 100,000 parameters, warm-started on a task")
     tiny.add_argument("directory", help="a new directory")
     tiny.add_argument("--config", help="the config whose task it begins to learn (default: the quickstart's)")
@@ -97,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     smollm2.add_argument("directory", help="a new directory")
     smollm2.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     smollm2.set_defaults(run=_model_smollm2)
-    return parser
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -129,8 +139,8 @@ def _run(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from laminar_hpc.launch.local import check_resumable, resume
     from laminar_hpc.launch.mpiexec import check_machine
+    from laminar_hpc.record.paths import read_config
     from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
-    from laminar_hpc.runtime.paths import read_config
 
     config = read_config(os.path.abspath(options.run_dir))
     check_resumable(config.run_dir)
@@ -138,6 +148,19 @@ def _resume(options: argparse.Namespace) -> int:
     check_parts(config)
     check_memory_here(config)
     return resume(config, *resumed(config))
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from laminar_hpc.sim.run import simulate
+
+    config = load_config(options.config, options.overrides)
+    ended = simulate(config, print)
+    emulated_s = ended.ended_s / config.paced.time_scale
+    print(f"{ended.ending.outcome}: {ended.ending.reason}")
+    print(
+        f"{emulated_s:.1f} s of the emulated hardware, {ended.ended_s:.1f} s of the job's clock; record: {config.run_dir}"
+    )
+    return 0 if ended.ending.outcome == "finished" else EXIT_FAILED
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -274,6 +274,9 @@ class Repack(Section):
     gain_gate: bool = True
     """Move only where more time is expected to be saved than the prefill takes, and while there are prompts to hand out. Off:
     whatever fits is moved."""
+    delay_share: Annotated[float, Field(ge=0)] = 0.12
+    """By which share of the time that a trajectory is expected to take from its hand-out to its end all moves together may delay
+    it (0: by any). Only with `gain_gate`."""
 
 
 class Evaluation(Section):

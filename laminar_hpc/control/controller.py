@@ -412,7 +412,7 @@ class Controller:
     # --- trajectories and steps -------------------------------------------------------------------------------------
 
     def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:
-        advance = self._state.pool.stream(event.progress, rollout.rank)
+        advance = self._state.pool.stream(event.progress, rollout.rank, now)
         self._repacker.streamed(rollout, event, advance, now)
         return []
 

@@ -106,6 +106,8 @@ class Moves:
 
     def streamed(self, progress: list[Progress], now: float) -> None:
         """Trajectories have come further: the first new token of what was moved says how long its prefill took."""
+        if all(one.resumed_s is not None for one in self._moved.values()):
+            return
         for item in progress:
             for one in self._of_trajectory.get(item.trajectory, ()):
                 steps = item.tokens - one.moved.get(item.trajectory, item.tokens)

@@ -30,7 +30,8 @@ class Owner(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, eq=False):
     """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner.
 
-    `score` is the reward without a penalty for length.
+    `score` is the reward without a penalty for length, `told_s` when its owner last told of tokens (None: it has not),
+    `delayed_s` by how much later it is expected to end for its moves and those of others onto its rollout.
     """
 
     id: int
@@ -52,6 +53,8 @@ class Trajectory(msgspec.Struct, eq=False):
     score: float = 0.0
     finished_s: float | None = None
     staleness_finish: int | None = None
+    told_s: float | None = None
+    delayed_s: float = 0.0
 
     @property
     def segments(self) -> list[Segment]:
@@ -71,6 +74,13 @@ class Trajectory(msgspec.Struct, eq=False):
         )
 
 
+class Advance(msgspec.Struct, frozen=True):
+    """Tokens that one trajectory has gained in this time."""
+
+    tokens: int
+    seconds: float
+
+
 class TrajectoryPool:
     """Keeps the trajectories, and those without an owner by their version."""
 
@@ -83,7 +93,7 @@ class TrajectoryPool:
     def restore(self, trajectories: list[Trajectory]) -> None:
         """Take over trajectories of an earlier attempt, which nobody owns."""
         for trajectory in trajectories:
-            trajectory.owner = None
+            trajectory.owner = trajectory.told_s = None
             self.trajectories[trajectory.id] = trajectory
 
     def begin(self, group: Group, sample: int, seed: int, version: int, owner: Owner, now: float) -> Trajectory:
@@ -111,20 +121,23 @@ class TrajectoryPool:
             return None
         return trajectory
 
-    def stream(self, progress: list[Progress], rank: int) -> int:
+    def stream(self, progress: list[Progress], rank: int, now: float) -> Advance | None:
         """Note how far trajectories of `rank` have come; what it does not own, or what is old news, is passed over.
 
-        The tokens that the one has gained which gained most.
+        What the one has gained that gained most, since it was last told of (None: of none was told before).
         """
-        trajectories, advance = self.trajectories, 0
+        trajectories, advance, since_s = self.trajectories, 0, 0.0
         for item in progress:
             trajectory = trajectories.get(item.trajectory)
             if trajectory is None or trajectory.owner is None or trajectory.owner.rank != rank:
                 continue
-            if item.tokens > trajectory.tokens:
-                advance = max(advance, item.tokens - trajectory.tokens)
+            gained = item.tokens - trajectory.tokens
+            if gained > 0:
                 trajectory.tokens = item.tokens
-        return advance
+                if gained > advance and trajectory.told_s is not None:
+                    advance, since_s = gained, trajectory.told_s
+                trajectory.told_s = now
+        return Advance(advance, now - since_s) if advance else None
 
     def go_to_tool(self, id: int, rank: int) -> None:
         """The trajectory waits for a tool."""
@@ -182,6 +195,7 @@ class TrajectoryPool:
         trajectory = self.trajectories[id]
         trajectory.owner = owner
         trajectory.rank = owner.rank
+        trajectory.told_s = None
         trajectory.state = State.GENERATING
         return trajectory
 

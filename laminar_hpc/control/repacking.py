@@ -22,9 +22,9 @@ from laminar_hpc.control.dispatch import Dispatcher
 from laminar_hpc.control.estimates import Estimates
 from laminar_hpc.control.fleet import Rollout
 from laminar_hpc.control.moves import Moves
-from laminar_hpc.control.pool import Trajectory
+from laminar_hpc.control.pool import Advance, Trajectory
 from laminar_hpc.control.state import JobState
-from laminar_hpc.policy.repack import Candidate, Costs, Limits, largest_batch, plan
+from laminar_hpc.policy.repack import Candidate, Costs, Limits, Move, largest_batch, plan
 from laminar_hpc.protocol.commands import Command
 from laminar_hpc.protocol.events import HandedOver, Streamed
 from laminar_hpc.protocol.trajectory import Purpose, State
@@ -59,15 +59,20 @@ class Repacker:
 
     # --- what becomes known -----------------------------------------------------------------------------------------
 
-    def streamed(self, rollout: Rollout, event: Streamed, advance: int, now: float) -> None:
-        """A rollout has streamed; `advance` is how many tokens the trajectory that gained most has gained."""
+    def streamed(self, rollout: Rollout, event: Streamed, advance: Advance | None, now: float) -> None:
+        """A rollout has streamed; `advance` is that of the trajectory that gained most.
+
+        Not every stream tells of all: the steps are those of one trajectory between two words of it.
+        """
         if not self._on:
             return
         before = self._heard.get(rollout.rank)
         if before is not None and (before.incarnation, before.given) != (rollout.incarnation, rollout.given):
             before = None
-        if before is not None and advance > 0 and before.said.waiting == event.waiting == 0 and before.said.running > 0:
-            self._estimates.note_steps((before.said.running + event.running) / 2, advance, now - before.at_s)
+        empty = before is not None and before.said.waiting == event.waiting == 0 and before.said.running > 0
+        if before is not None and advance is not None and empty:
+            trajectories = (before.said.running + event.running) / 2
+            self._estimates.note_steps(trajectories, advance.tokens, advance.seconds)
         streams = 1 if before is None else before.streams + 1
         self._heard[rollout.rank] = _Heard(rollout.incarnation, rollout.given, streams, now, event)
         self._moves.streamed(event.progress, now)
@@ -146,8 +151,25 @@ class Repacker:
             tokens = heard.said.kv_use * rollout.kv_capacity_tokens
             if self._estimates.known:  # and those that have come since it said so
                 tokens += len(owned) * (now - heard.at_s) / self._estimates.step_s(len(owned))
-            found.append(Candidate(rollout.rank, len(owned), math.ceil(tokens), rollout.kv_capacity_tokens, steps))
+            found.append(
+                Candidate(
+                    rollout.rank,
+                    len(owned),
+                    math.ceil(tokens),
+                    rollout.kv_capacity_tokens,
+                    steps,
+                    self._slack_s(owned, steps, now),
+                )
+            )
         return found
+
+    def _slack_s(self, owned: list[Trajectory], steps: int, now: float) -> float:
+        """By how much later all of these, of which the last one has `steps` to go, may end."""
+        if not self._rules.delay_share or not self._estimates.known:
+            return math.inf
+        youngest_s = now - max(one.begun_s for one in owned)
+        expected_s = youngest_s + steps * self._estimates.step_s(len(owned))
+        return self._rules.delay_share * expected_s - max(one.delayed_s for one in owned)
 
     def _in_tail(self, rollout: Rollout, heard: _Heard, batch: int) -> bool:
         if not 0 < len(rollout.trajectories) <= min(batch, rollout.concurrency) or rollout.kv_capacity_tokens == 0:
@@ -161,12 +183,20 @@ class Repacker:
         if move is None:
             return []
         pool = self._state.pool
-        pool.stream(event.progress, source.rank)
+        pool.stream(event.progress, source.rank, now)
         given = [item for item in event.progress if pool.owned(item.trajectory, source.rank) is not None]
         destination = self._state.fleet.rollouts[move.destination]
         takes = destination.alive and destination.version == source.version and destination.loading is None
         takes = takes and not self._state.stopping
         ids = [item.trajectory for item in given]
         commands, moved = self._dispatcher.pass_on(ids, source, destination if takes else None, now)
+        if moved:
+            self._note_delays(move, destination, set(ids[:moved]))
         reports = self._moves.handed_over(event.move, given[:moved], source, destination if takes else None, now)
         return [*commands, *reports, *self._dispatcher.consider(source, now)]
+
+    def _note_delays(self, move: Move, destination: Rollout, moved: set[int]) -> None:
+        for id in destination.trajectories:
+            self._state.pool.trajectories[id].delayed_s += (
+                move.source_delay_s if id in moved else move.destination_delay_s
+            )

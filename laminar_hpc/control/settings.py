@@ -23,6 +23,7 @@ class RepackSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_share: float = 0.99
     batch: int = 0
     gain_gate: bool = True
+    delay_share: float = 0.0
     most_batch: int = 1024
 
 

@@ -23,9 +23,9 @@ from laminar_hpc.launch import hosts as hosts_module
 from laminar_hpc.launch.hosts import Hosts
 from laminar_hpc.launch.mpiexec import Launch, environment, find_mpiexec
 from laminar_hpc.mpi.world import NODE_VARIABLE
+from laminar_hpc.record.paths import RunPaths, check_new_run_dir, create_run_dir
 from laminar_hpc.record.reader import read_file
 from laminar_hpc.record.schema import BENCH
-from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir, create_run_dir
 from laminar_hpc.runtime.relay_bench.failing import FEWEST, UNPLUG
 from laminar_hpc.runtime.relay_bench.plan import Plan
 from laminar_hpc.runtime.relay_bench.program import FAILED, OVER

@@ -17,9 +17,9 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.launch.mpiexec import Launch, check_machine, command_line, environment, open_mpi_settings, srun_line
 from laminar_hpc.protocol.peer import Resume
+from laminar_hpc.record.paths import RunPaths, check_new_run_dir, create_run_dir
 from laminar_hpc.record.status import EXIT_REQUEUE, MOST_LAG, Status, read_status, was_killed, write_status
 from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
-from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir, create_run_dir
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

@@ -66,6 +66,7 @@ class Batch:
         self._alike = 0  # so many steps from there on are like it, if nobody comes or goes
         self.preemptions = 0
         self.prefilled_tokens = 0
+        self.generated_tokens = 0
 
     @property
     def running(self) -> int:
@@ -93,6 +94,11 @@ class Batch:
         """Tokens that a trajectory has still to come after the last whole step; KeyError where it is not here."""
         member = self._members[trajectory]
         return member.left_tokens - (self._steps - member.since if trajectory in self._running else 0)
+
+    def lefts(self) -> list[tuple[int, int]]:
+        """Each trajectory that runs, with what `left_tokens` says of it."""
+        steps = self._steps
+        return [(one.trajectory, one.left_tokens - steps + one.since) for one in self._running.values()]
 
     def add(self, trajectory: int, context_tokens: int, left_tokens: int, now_s: float) -> None:
         """A trajectory comes: prompt and response so far have `context_tokens`, and `left_tokens`, at least 1, are to come.
@@ -130,6 +136,7 @@ class Batch:
             if steps <= 0:
                 break
             self._steps += steps
+            self.generated_tokens += steps * len(self._running)
             self._at_s += steps * self._step_s
             self._step_s = None
             ended += self._leave_ended()

@@ -26,6 +26,10 @@ SMALLEST_CHUNK_BYTES = 64 << 10
 LARGEST_CHUNK_BYTES = 64 << 20
 """Above this a repaired chain repeats too much, and a slow link looks like a stalled one: 64 MiB take 2.7 s at 25 MB/s."""
 
+ASSUMED_STARTUP_S = 1e-3
+ASSUMED_BYTE_S = 1e-9
+"""Of a link that nobody has measured: seconds that a transfer takes to start, and of each byte."""
+
 
 class Place(msgspec.Struct, frozen=True):
     """Where a relay is: the key of its node, and the switch that the node is at ("": not known)."""

@@ -2,7 +2,7 @@
 
 Late in a batch a few long trajectories keep each rollout busy, though a decode step of three costs nearly what one of thirty
 does. Putting the rest of several rollouts onto one of them empties the others. The idea, and best fit, are Laminar's (arXiv
-2510.12633); four things differ from its algorithm as printed:
+2510.12633); five things differ from its algorithm as printed:
 
 * a destination never becomes a source, and what it has taken over counts from then on. As printed, uses of 10, 45 and 50
   with a limit of 100 end at 105: 10 goes onto 50, and then 50, counted as 50, onto 45;
@@ -10,7 +10,9 @@ does. Putting the rest of several rollouts onto one of them empties the others. 
   preempt before it can be looked at again;
 * whether a rollout is in its tail is not judged here by a falling use of the cache. The caller names the candidates: one
   version, nothing waiting;
-* a move is made only where it saves more time than it costs.
+* a move is made only where it saves more time than it costs;
+* nor where it delays anybody by more than is allowed: what is saved is a rollout's time, and paid with that of the
+  trajectories that go on in a larger batch, the longest above all.
 
 The problem: of candidates with loads, trajectories and limits choose sources and one destination for each of them, no
 destination being a source, such that no destination passes its limits, and the most is gained. `Costs` says what a move
@@ -24,6 +26,10 @@ have something left; after that nothing is shared, and nothing is lost. Against 
 (p seconds each), during which the destination decodes nothing:
 
     gain = min(Rs, Rd) * (t(n_s) + t(n_d) - t(n_s + n_d)) - p * tokens
+
+and for as long as something is shared, each side's steps are those of the larger batch. So its trajectories end later by
+
+    delay = min(Rs, Rd) * (t(n_s + n_d) - t(n of its side)) + p * tokens
 
 So two rollouts that both have long to go are worth a merger, one that is about to be empty is not. Where t is a line, a + b n,
 the bracket is a, what a step costs whatever its batch: then it does not matter that batches shrink meanwhile.
@@ -54,7 +60,8 @@ REFERENCE_BATCH = 8
 class Candidate(msgspec.Struct, frozen=True):
     """A rollout in its tail: `trajectories`, of which `kv_tokens` are in its KV cache, which has room for `capacity_tokens`.
 
-    `remaining_steps` is for how many decode steps it is expected to go on by itself.
+    `remaining_steps` is for how many decode steps it is expected to go on by itself, `slack_s` by how much later all of its
+    trajectories may end.
     """
 
     rank: int
@@ -62,6 +69,7 @@ class Candidate(msgspec.Struct, frozen=True):
     kv_tokens: int
     capacity_tokens: int
     remaining_steps: float = 0.0
+    slack_s: float = math.inf
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -88,9 +96,21 @@ class Costs(msgspec.Struct, frozen=True):
         shared = step_s(source.trajectories) + step_s(trajectories) - step_s(source.trajectories + trajectories)
         return min(source.remaining_steps, remaining_steps) * shared - self.prefill_token_s * source.kv_tokens
 
+    def delays_s(self, source: Candidate, trajectories: int, remaining_steps: float) -> tuple[float, float]:
+        """By how much later the trajectories of `source` then end, and those of that rollout."""
+        step_s, prefill_s = self.step_s, self.prefill_token_s * source.kv_tokens
+        steps, both_s = min(source.remaining_steps, remaining_steps), step_s(source.trajectories + trajectories)
+        return (
+            steps * (both_s - step_s(source.trajectories)) + prefill_s,
+            steps * (both_s - step_s(trajectories)) + prefill_s,
+        )
+
 
 class Move(msgspec.Struct, frozen=True):
-    """All trajectories of `source` go on at `destination`; `gain_s` is None where gains were not asked for."""
+    """All trajectories of `source` go on at `destination`; `gain_s` is None where gains were not asked for.
+
+    The source's trajectories, and the destination's, are expected to end so much later.
+    """
 
     source: int
     destination: int
@@ -98,6 +118,8 @@ class Move(msgspec.Struct, frozen=True):
     tokens: int
     gain_s: float | None
     reason: str
+    source_delay_s: float = 0.0
+    destination_delay_s: float = 0.0
 
 
 class _Sized(msgspec.Struct, frozen=True):
@@ -118,12 +140,21 @@ class _Destination(msgspec.Struct, eq=False):
     trajectories: int
     room_trajectories: int
     remaining_steps: float
+    slack_s: float
+
+
+class _Worth(msgspec.Struct, frozen=True):
+    """What a move gains, in rollout-seconds (None: that was not asked for), and by how much each side is delayed."""
+
+    gain_s: float | None = None
+    source_delay_s: float = 0.0
+    destination_delay_s: float = 0.0
 
 
 class _Plan(msgspec.Struct, eq=False):
     """Moves, and what they are worth: the gain where gains are asked for, else how many there are."""
 
-    moves: list[tuple[Candidate, _Destination, float | None]] = []
+    moves: list[tuple[Candidate, _Destination, _Worth]] = []
     worth: float = 0.0
     tokens: int = 0
 
@@ -144,7 +175,7 @@ def plan(
             tried = _pack(ordered[:count], ordered[count:], costs, most)
             if (tried.worth, -tried.tokens) > (best.worth, -best.tokens):
                 best = tried
-    return [_move(source, destination, gain_s) for source, destination, gain_s in best.moves]
+    return [_move(source, destination, worth) for source, destination, worth in best.moves]
 
 
 def largest_batch(
@@ -226,36 +257,54 @@ def _pack(sources: Sequence[_Sized], others: Sequence[_Sized], costs: Costs | No
             room, place, destination = rooms[index]
             if one.trajectories > destination.room_trajectories:
                 continue
-            gain_s = None
-            if costs is not None:
-                gain_s = costs.gain_s(one, destination.trajectories, destination.remaining_steps)
-                if gain_s <= 0.0:
-                    continue
+            worth = _Worth() if costs is None else _worth(one, destination, costs)
+            if worth is None:
+                continue
             del rooms[index]
             insort(rooms, (room - load, place, destination))
-            _put(one, destination)
-            found.moves.append((one, destination, gain_s))
-            found.worth += 1.0 if gain_s is None else gain_s
+            _put(one, destination, worth)
+            found.moves.append((one, destination, worth))
+            found.worth += 1.0 if worth.gain_s is None else worth.gain_s
             found.tokens += one.kv_tokens
             break
     return found
 
 
+def _worth(source: Candidate, destination: _Destination, costs: Costs) -> _Worth | None:
+    """None where a move gains nothing, or delays somebody by too much."""
+    trajectories, steps = destination.trajectories, destination.remaining_steps
+    gain_s = costs.gain_s(source, trajectories, steps)
+    own_s, other_s = costs.delays_s(source, trajectories, steps)
+    if gain_s <= 0.0 or own_s > source.slack_s or other_s > destination.slack_s:
+        return None
+    return _Worth(gain_s, own_s, other_s)
+
+
 def _destination(one: _Sized) -> _Destination:
-    candidate = one.candidate
-    return _Destination(candidate.rank, candidate.trajectories, one.room_trajectories, candidate.remaining_steps)
+    own = one.candidate
+    return _Destination(own.rank, own.trajectories, one.room_trajectories, own.remaining_steps, own.slack_s)
 
 
-def _put(source: Candidate, destination: _Destination) -> None:
+def _put(source: Candidate, destination: _Destination, worth: _Worth) -> None:
+    destination.slack_s = min(destination.slack_s - worth.destination_delay_s, source.slack_s - worth.source_delay_s)
     destination.trajectories += source.trajectories
     destination.room_trajectories -= source.trajectories
     destination.remaining_steps = max(destination.remaining_steps, source.remaining_steps)
 
 
-def _move(source: Candidate, destination: _Destination, gain_s: float | None) -> Move:
-    gain = "" if gain_s is None else f", {gain_s:.3g} s gained"
+def _move(source: Candidate, destination: _Destination, worth: _Worth) -> Move:
+    gain = "" if worth.gain_s is None else f", {worth.gain_s:.3g} s gained"
     reason = (
         f"{source.trajectories} trajectories with {source.kv_tokens} tokens onto rollout {destination.rank}, "
         f"which then has {destination.trajectories}{gain}"
     )
-    return Move(source.rank, destination.rank, source.trajectories, source.kv_tokens, gain_s, reason)
+    return Move(
+        source.rank,
+        destination.rank,
+        source.trajectories,
+        source.kv_tokens,
+        worth.gain_s,
+        reason,
+        worth.source_delay_s,
+        worth.destination_delay_s,
+    )

@@ -124,14 +124,14 @@ class RecordWriter:
             for buffer in self._tables.values():
                 buffer.flush()
 
-    def close(self) -> None:
-        """Flush, note the time, and close. A file whose disk has failed is only let go. Closing twice is no error."""
+    def close(self, unix_s: float | None = None) -> None:
+        """Flush, note the time (None: now), and close. A file whose disk has failed is only let go. Closing twice is no error."""
         if not self._file:
             return
         if not self._broken:
             self.flush()
             with self._disk():
-                self._closed[()] = time.time()
+                self._closed[()] = time.time() if unix_s is None else unix_s
                 self._closed.flush()
                 self._file.close()
         else:

@@ -11,11 +11,11 @@ from laminar_hpc.data.presets import check_paced
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.mpi.nixl_transport import check_nixl
 from laminar_hpc.protocol.peer import Resume
+from laminar_hpc.record.paths import RunPaths, check_new_run_dir
 from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
 from laminar_hpc.runtime.checkpoint import newest_checkpoint, read_books
 from laminar_hpc.runtime.memory import GIB, TRAINER_SLOTS, available_bytes
-from laminar_hpc.runtime.paths import RunPaths, check_new_run_dir
 from laminar_hpc.tasks.build import check_task
 from laminar_hpc.trainer.architecture import check_megatron, check_megatron_is_there
 from laminar_hpc.trainer.checkpoint import check_states

@@ -17,12 +17,12 @@ from laminar_hpc.errors import LaminarError, RecordError
 from laminar_hpc.policy.roles import Placement, Role, assign
 from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.protocol.peer import Resume
+from laminar_hpc.record.paths import create_run_dir, read_config
 from laminar_hpc.record.status import EXIT_REQUEUE, read_status
 from laminar_hpc.runtime.check import check_parts, check_run, resumed
-from laminar_hpc.runtime.paths import create_run_dir, read_config
 from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say, say_goodbye
 from laminar_hpc.runtime.recording import open_record
-from laminar_hpc.runtime.settings import controller_settings
+from laminar_hpc.settings import controller_settings
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

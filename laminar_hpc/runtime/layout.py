@@ -10,13 +10,9 @@ import statistics
 
 import msgspec
 
-from laminar_hpc.policy.chain import best_chunk_bytes
+from laminar_hpc.policy.chain import ASSUMED_BYTE_S, ASSUMED_STARTUP_S, best_chunk_bytes
 from laminar_hpc.protocol.peer import Layout, LinkMeasured, Manifest, Shard
 from laminar_hpc.weights.reshard import check_cover
-
-FALLBACK_STARTUP_S = 1e-3
-FALLBACK_BYTE_S = 1e-9
-"""Of a link nobody has measured: one relay has none, and a probe may not end."""
 
 
 class LayoutDesk:
@@ -75,7 +71,10 @@ class LayoutDesk:
             return None
         shards = [self._shards[rank] for rank in sorted(self._shards)]
         check_cover(self._manifest, shards)
-        startup_s, byte_s = self.link or (FALLBACK_STARTUP_S, FALLBACK_BYTE_S)
+        startup_s, byte_s = self.link or (
+            ASSUMED_STARTUP_S,
+            ASSUMED_BYTE_S,
+        )  # one relay has no link, and a probe may not end
         chunk_bytes = self._chunk_bytes or best_chunk_bytes(len(self._relays), self._manifest.nbytes, startup_s, byte_s)
         self.layout = Layout(msgspec.structs.replace(self._manifest, chunk_bytes=chunk_bytes), shards)
         return self.layout

@@ -73,6 +73,7 @@ from laminar_hpc.protocol.peer import (
 )
 from laminar_hpc.protocol.trajectory import State
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.record.manager import ManagerRecord
 from laminar_hpc.runtime.checkpoint import (
     CheckpointKeeper,
     open_checkpoint,
@@ -83,7 +84,6 @@ from laminar_hpc.runtime.checkpoint import (
 from laminar_hpc.runtime.layout import LayoutDesk
 from laminar_hpc.runtime.live import Live
 from laminar_hpc.runtime.rank import FAREWELL_S, LONGEST_NAP_S, Rank, away_s, say
-from laminar_hpc.runtime.recording import ManagerRecord
 from laminar_hpc.runtime.store import Store
 
 LINKS_S = 60.0

@@ -28,8 +28,8 @@ from laminar_hpc.process.channel import Channel, wait_any
 from laminar_hpc.protocol.events import StopRequested
 from laminar_hpc.protocol.peer import Failure, Goodbye, Heartbeat, ManagerAlive, Pace, Paced, Resume, Shutdown
 from laminar_hpc.protocol.wire import AnyRecord
+from laminar_hpc.record.paths import RunPaths
 from laminar_hpc.record.writer import RecordWriter
-from laminar_hpc.runtime.paths import RunPaths
 
 MANAGER = 0
 """The manager's rank; the store's first shard lives there too."""

@@ -68,10 +68,14 @@ class SyntheticTask:
                 f"rollout.max_prompt_tokens ({config.rollout.max_prompt_tokens}), got {self._low!r} and {self._high!r}"
             )
 
+    def prompt_tokens(self, purpose: Purpose, index: int) -> int:
+        """The length of a prompt."""
+        share = stable_hash("prompt length", self._seed, purpose.value, index) / 2**63
+        return round(math.exp(math.log(self._low) + share * (math.log(self._high) - math.log(self._low))))
+
     def text(self, purpose: Purpose, index: int, quote: Quote = unquoted) -> str:
         """The letters of a prompt."""
-        share = stable_hash("prompt length", self._seed, purpose.value, index) / 2**63
-        length = round(math.exp(math.log(self._low) + share * (math.log(self._high) - math.log(self._low))))
+        length = self.prompt_tokens(purpose, index)
         letters = stable_hash("prompt letters", self._seed, purpose.value, index)
         return quote(
             "".join(chr(FIRST_LETTER + letters // LETTERS ** (place % 13) % LETTERS) for place in range(length))
@@ -83,4 +87,9 @@ class SyntheticTask:
 
     def grade(self, purpose: Purpose, index: int, response: str) -> float:
         """1 for an even number of tokens, else 0."""
-        return float(len(response) % 2 == 0)
+        return self.reward(len(response))
+
+    @staticmethod
+    def reward(response_tokens: int) -> float:
+        """What a response of so many tokens earns."""
+        return float(response_tokens % 2 == 0)

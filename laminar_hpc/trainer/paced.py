@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,9 @@ from laminar_hpc.weights.reshard import cut, join, whole_tensor
 
 FORWARD_SHARE = 1 / 3
 """Of a step's time, what a forward pass alone takes: the backward pass has twice its operations."""
+
+NOTHING_LEARNED = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "skipped": 0.0}
+"""The metrics of each mini-batch."""
 
 
 class PacedTrainer:
@@ -40,20 +44,21 @@ class PacedTrainer:
         self._now, self._sleep = now, sleep
         self._steps = 0
         self._began_s: float | None = None
+        self._scored_s = -math.inf
         self._pace = Pace()
         self.manifest: Manifest = make_manifest([("paced", (config.paced.image_bytes,), "uint8")])
         self.tiles = join(cut([whole_tensor(self.manifest.tensors[0])], trainers, trainer))
 
     def begin(self, began_s: float) -> None:
-        """The next mini-batch counts from then on, by `now`: what was done for it since is part of its time."""
+        """The next mini-batch counts from then on, by `now`: what was done for it since, but for scoring, is part of its time."""
         self._began_s = began_s
 
     def train(self, sequences: list[Sequence], version: int | None = None) -> dict[str, float]:
         """Let the time of a mini-batch with these sequences go by; nothing is learned, so all metrics are 0."""
         began_s, self._began_s = self._began_s, None
-        self._take(self._costs.train_s(_tokens(sequences)), began_s)
+        self._take(self._costs.train_s(_tokens(sequences)), None if began_s is None else max(began_s, self._scored_s))
         self._steps += 1
-        return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "skipped": 0.0}
+        return dict(NOTHING_LEARNED)
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -71,6 +76,7 @@ class PacedTrainer:
     def score(self, sequences: list[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
         """Zeros, in the time of a forward pass."""
         self._take(FORWARD_SHARE * self._costs.train_s(_tokens(sequences)))
+        self._scored_s = self._now()
         return [np.zeros(len(sequence.tokens), dtype=np.float32) for sequence in sequences]
 
     def write_weights(self, memory: NDArray[np.uint8]) -> Callable[[], object] | None:

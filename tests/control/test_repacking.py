@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from scripted_job import ScriptedJob, ids, only
 
 from laminar_hpc.control.settings import RepackSettings
+from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.protocol.commands import Command, EndJob, Generate, HandOver, Pull, ReportMove
 from laminar_hpc.protocol.events import HandedOver, StopRequested, WentToTool
@@ -200,6 +202,24 @@ def test_a_move_is_not_made_where_the_prefill_costs_more():
     job = Tail(repack=GATED, max_response_tokens=1010, kv_capacity_tokens=40_000)
     measured(job, four_s=0.024, three_s=0.023)  # 8000 tokens of 0.0035 s are more than 19.9 s
     assert gated(job) == []
+
+
+@pytest.mark.parametrize(("share", "moves"), [(0.45, 0), (0.5, 1), (0.0, 1)])
+def test_a_move_is_not_made_where_it_delays_somebody_too_much(share, moves):
+    repack = RepackSettings(batch=8, delay_share=share)
+    job = Tail(repack=repack, max_response_tokens=1010, kv_capacity_tokens=10_000)
+    measured(job, four_s=0.024, three_s=0.023)
+    # 993 steps of 0.027 s instead of 0.023 s, and 2070 tokens of 0.0035 s, are 11.2 s for B's, begun 0.9 s ago and with
+    # 23.2 s to go: a share of 0.47; for A's it is 10.2 s of 25.1 s
+    commands = gated(job)
+    assert len(commands) == moves
+    if moves:
+        job.give(commands[0])
+        books = msgspec.msgpack.decode(job.controller.snapshot()[0], type=Snapshot)
+        delays_s = {one.id: one.delayed_s for one in books.trajectories}
+        prefill_s = 2070 * 0.028 / 8
+        assert [delays_s[id] for id in job.left[A]] == pytest.approx([993 * 0.003 + prefill_s] * 4)
+        assert [delays_s[id] for id in job.left[B]] == pytest.approx([993 * 0.004 + prefill_s] * 3)
 
 
 def test_a_move_is_not_made_where_steps_get_longer_by_as_much_as_is_shared():

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,15 @@ def check(candidates: list[Candidate], limits: Limits, moves: list[Move]) -> Non
         assert held <= limits.batch
         load = tokens[rank] + one.kv_tokens + held * limits.growth_tokens
         assert load <= limits.kv_share * one.capacity_tokens * (1 + 1e-12)
+
+
+def check_delays(candidates: list[Candidate], moves: list[Move]) -> None:
+    """No trajectory's delays, added up in the order of the moves, pass what its rollout allows."""
+    left_s = {one.rank: [one.slack_s] for one in candidates}
+    for move in moves:
+        there = [slack_s - move.destination_delay_s for slack_s in left_s[move.destination]]
+        left_s[move.destination] = there + [slack_s - move.source_delay_s for slack_s in left_s[move.source]]
+        assert min(left_s[move.destination]) >= -1e-9
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -101,6 +111,26 @@ def test_a_move_is_made_only_where_it_gains_more_than_it_costs():
     assert moves(100.0, 0.002) == []
 
 
+def test_nobody_is_delayed_by_more_than_its_slack():
+    def moves(*slacks_s: float) -> list[Move]:
+        fields = [(2, 1000, 400.0), (4, 3000, 1000.0), (3, 2000, 500.0)][: len(slacks_s)]
+        candidates = [
+            Candidate(rank, count, tokens, 100_000, steps, slack_s)
+            for rank, ((count, tokens, steps), slack_s) in enumerate(zip(fields, slacks_s, strict=True))
+        ]
+        return plan(candidates, Limits(0.9, 9), Costs(linear(0.02, 0.001), prefill_token_s=0.001))
+
+    # 400 steps of 0.026 s, instead of 0.022 s for the two and 0.024 s for the four; both wait for 1000 tokens
+    (move,) = moves(2.7, 1.9)
+    assert (move.source_delay_s, move.destination_delay_s) == pytest.approx((2.6, 1.8))
+    assert pairs(moves(2.5, 1.9)) == []
+    assert pairs(moves(2.7, 1.7)) == []
+    # 3 comes first, as it is larger: 500 steps of 0.027 s, and 2000 tokens. What that delays 1 by, counts for 0 too:
+    # then 400 steps of 0.029 s instead of 0.027 s, and 1000 tokens
+    assert pairs(moves(9.0, 5.4, 9.0)) == [(2, 1), (0, 1)]
+    assert pairs(moves(9.0, 5.2, 9.0)) == [(2, 1)]
+
+
 def test_where_steps_get_longer_by_as_much_as_is_shared_nothing_moves():
     candidates = [Candidate(rank, 4, 1000, 100_000, 1000.0) for rank in range(4)]
     assert plan(candidates, Limits(0.9, 64), Costs(linear(0.0, 0.001), 0.0)) == []
@@ -158,6 +188,9 @@ def test_twenty_thousand_random_plans_never_pass_a_limit():
         moves = plan(candidates, limits, costs)
         check(candidates, limits, moves)
         assert costs is None or all(move.gain_s > 0 for move in moves)
+        if costs is not None:
+            limited = [msgspec.structs.replace(one, slack_s=random.uniform(0, 20)) for one in candidates]
+            check_delays(limited, plan(limited, limits, costs))
         moved += len(moves)
     assert moved > 20_000, "plans that do nothing pass no limit either"
 

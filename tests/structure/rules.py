@@ -31,6 +31,7 @@ FLOORS = {
     "laminar_hpc.rollout": 4,
     "laminar_hpc.trainer": 4,
     "laminar_hpc.weights": 5,
+    "laminar_hpc.settings": 5,
     "laminar_hpc.runtime": 6,
     "laminar_hpc.sim": 6,
     "laminar_hpc.analysis": 7,
@@ -141,6 +142,17 @@ def pure_floors_know_no_world(module: Module) -> Iterator[Violation]:
     for call, name in module.calls():
         if name in ("open", "print", "input"):
             yield Violation(call.lineno, f"a pure module calls {name}()")
+
+
+CLOCKS = {"time", "datetime", "threading", "asyncio", "sched", "signal", "select", "subprocess", "multiprocessing"}
+
+
+def the_simulator_has_no_clock(module: Module) -> Iterator[Violation]:
+    """Time in the simulator is what its kernel says, and nothing there waits."""
+    if module.folder == "sim":
+        for imported in module.imports():
+            if imported.library in CLOCKS:
+                yield Violation(imported.line, f"the simulator imports {imported.target}")
 
 
 def few_config_modules_open_files(module: Module) -> Iterator[Violation]:
@@ -281,6 +293,7 @@ def tests_never_sleep(module: Module) -> Iterator[Violation]:
 RULES_OF_THE_PACKAGE: list[Rule] = [
     imports_go_down,
     pure_floors_know_no_world,
+    the_simulator_has_no_clock,
     few_config_modules_open_files,
     libraries_have_one_place,
     nothing_runs_foreign_code,

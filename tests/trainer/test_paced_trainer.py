@@ -73,6 +73,16 @@ def test_what_was_done_for_a_step_is_part_of_its_time() -> None:
     assert paced.take_pace().late_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_scoring_before_a_step_comes_on_top_of_its_time() -> None:
+    time = VirtualTime()
+    paced = trainer(time)
+    paced.score([sequence(100)])  # 6 s of a mini-batch, a third of them
+    paced.begin(10.0)
+    paced.train([sequence(100)])
+    assert time.now() == pytest.approx(10.0 + 0.1 * (2.0 + 6.0))
+    assert paced.take_pace() == Pace(pytest.approx(0.8), 0.0, 0.0)
+
+
 def test_a_publication_takes_its_time_and_no_two_steps_have_the_same_bytes() -> None:
     time = VirtualTime()
     paced, seen = trainer(time), set()

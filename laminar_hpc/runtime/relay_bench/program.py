@@ -15,9 +15,9 @@ from laminar_hpc.mpi.world import World, open_world
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.process.worker import start_forkserver
 from laminar_hpc.record import provenance
+from laminar_hpc.record.paths import RunPaths, create_run_dir
 from laminar_hpc.record.schema import BENCH
 from laminar_hpc.record.writer import RecordWriter
-from laminar_hpc.runtime.paths import RunPaths, create_run_dir
 from laminar_hpc.runtime.rank import FAREWELL_S, Leaving, Rank, RankLoop, run_loop, say, say_goodbye
 from laminar_hpc.runtime.relay_bench.comparing import Broadcasts, Publications
 from laminar_hpc.runtime.relay_bench.director import Director

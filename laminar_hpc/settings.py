@@ -47,6 +47,7 @@ def controller_settings(
             kv_share=config.repack.kv_share,
             batch=config.repack.batch,
             gain_gate=config.repack.gain_gate,
+            delay_share=config.repack.delay_share,
             most_batch=min(config.rollout.slots, config.rollout.concurrency),
         ),
     )

@@ -11,9 +11,9 @@ from laminar_hpc.config.load import check_config
 from laminar_hpc.protocol.commands import Broadcast, Drop, EndJob, Publish, Release, ReportMove
 from laminar_hpc.protocol.events import Published, RelayHolds, TrainerReady
 from laminar_hpc.record import schema
+from laminar_hpc.record.manager import ManagerRecord
 from laminar_hpc.record.reader import Run, open_run
 from laminar_hpc.record.writer import RecordWriter
-from laminar_hpc.runtime.recording import ManagerRecord
 
 ONE, TWO = (1).to_bytes(8, "little"), (2).to_bytes(8, "little")
 
