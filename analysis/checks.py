@@ -72,29 +72,46 @@ def warnings(run: Run) -> list[str]:
 
 
 def one_version_per_trajectory(run: Run, lineage: Lineage) -> Check:
-    """All tokens of a trajectory come from one version: by its outcome, by the orders given and by the rollout's word."""
-    rows = trained_on(run)
+    """All tokens of a trajectory come from one version: by its outcome, by the orders given and by the rollout's word.
+
+    Where a pipeline mixes versions: from none outside the span that its outcome names.
+    """
+    rows, mixes = trained_on(run), _mixes(run)
     wrong, confirmed = [], 0
-    for attempt, trajectory, version in columns(rows, "attempt", "trajectory", "version"):
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for attempt, trajectory, version, newest in columns(rows, "attempt", "trajectory", "version", "newest_version"):
         key = (attempt, trajectory)
-        versions = {version} | lineage.ordered.get(key, set()) | {lineage.finished.get(key, version)}
+        last = newest if mixes else version
+        spans[key] = (version, last)
+        versions = {version} | lineage.ordered.get(key, set()) | {lineage.finished.get(key, last)}
         confirmed += key in lineage.ordered and key in lineage.finished
         if version == schema.MISSING:
             wrong.append(f"trajectory {trajectory} has no version")
-        elif len(versions) > 1:
+        elif min(versions) < version or max(versions) > last:
             wrong.append(f"trajectory {trajectory} has versions {_list(versions)}")
     wrong += [
         f"trajectory {id} ended {times} times" for (_, id), times in _repeats(run.table("trajectories"), "trajectory")
     ]
-    for (_, trajectory), versions in _recorded_token_versions(run).items():
-        if len(versions) > 1:
+    for (attempt, trajectory), versions in _recorded_token_versions(run).items():
+        first, last = spans.get((attempt, trajectory), (min(versions), min(versions)))
+        if min(versions) < first or max(versions) > last:
             wrong.append(f"the recorded tokens of trajectory {trajectory} are from versions {_list(versions)}")
     figure = f"{len(rows):,} trained on; orders and answers on record agree for {confirmed:,}"
-    return _check("every trajectory comes from one weight version", len(rows), wrong, figure)
+    rule = (
+        "every trajectory comes from the versions of its span"
+        if mixes
+        else "every trajectory comes from one weight version"
+    )
+    return _check(rule, len(rows), wrong, figure)
+
+
+def _mixes(run: Run) -> bool:
+    """Whether the pipeline lets the tokens of a trajectory come from several versions."""
+    return bool(run.setting("mode").get("refresh") == "interrupted")
 
 
 def one_version_per_group(run: Run) -> Check:
-    """All trained-on members of a group come from the version that its outcome names."""
+    """All trained-on members of a group come from, or begin under, the version that its outcome names."""
     consumed = columns(_consumed_groups(run), "attempt", "group", "version")
     outcomes = {(attempt, group): version for attempt, group, version in consumed}
     members: dict[tuple[int, int], set[int]] = defaultdict(set)

@@ -245,7 +245,7 @@ class Batch(Section):
 class Control(Section):
     """The pipeline."""
 
-    mode: Literal["laminar", "sync", "one_step", "stream"] = "laminar"
+    mode: Literal["laminar", "sync", "one_step", "stream", "partial"] = "laminar"
     """A row of policy/modes.py."""
     steps: Positive = 100
     """Training steps of the whole run."""
@@ -253,10 +253,11 @@ class Control(Section):
     """Prompts are handed out while those in flight and in the buffer are at most (1 + ahead) steps' worth (mode laminar)."""
     sampler: Literal["fifo"] = "fifo"
     """Which finished groups a step takes first."""
-    eviction: Literal["none", "stale"] = "none"
-    """Which finished groups are thrown away unused."""
+    eviction: Literal["none", "stale", "wait"] = "none"
+    """Which finished groups are thrown away unused: none, or those that are staler than `max_staleness`. wait: none, since
+    prompts are handed out and steps begin only so that no group becomes as stale (AReaL's rule)."""
     max_staleness: Positive = 8
-    """eviction = "stale": groups older than this many versions go."""
+    """eviction = "stale" or "wait", and mode partial: how stale a group may be when it is trained on."""
 
 
 class Repack(Section):

@@ -8,6 +8,8 @@ finished. If `evict` is called after every publication, no group in it is ever o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from laminar_hpc.policy.sampling import Candidate, Evicted, Eviction, Sampler
 
 
@@ -42,9 +44,14 @@ class Buffer:
         """Take over what was in the buffer of an earlier attempt."""
         self._candidates = {candidate.group: candidate for candidate in candidates}
 
-    def take(self, count: int) -> list[int]:
-        """The groups of a step, no longer in the buffer; there must be at least `count`."""
-        groups = self._sampler.choose(self._candidates.values(), count)
+    def __contains__(self, group: int) -> bool:
+        return group in self._candidates
+
+    def take(self, count: int, pressing: Sequence[int] = ()) -> list[int]:
+        """`count` groups for a step, no longer in the buffer: the `pressing` ones, which are in it, before all others."""
+        first = pressing[:count]
+        others = [one for one in self._candidates.values() if one.group not in first] if first else self.candidates
+        groups = [*first, *self._sampler.choose(others, count - len(first))]
         for group in groups:
             del self._candidates[group]
         return groups

@@ -50,6 +50,7 @@ from laminar_hpc.protocol.events import (
     Event,
     Finished,
     HandedOver,
+    Interrupted,
     JobFailed,
     LinkStalled,
     Loaded,
@@ -122,6 +123,7 @@ class Controller:
             Streamed: (Role.ROLLOUT, self._streamed),
             Finished: (Role.ROLLOUT, self._finished),
             HandedOver: (Role.ROLLOUT, self._handed_over),
+            Interrupted: (Role.ROLLOUT, self._interrupted),
             WentToTool: (Role.ROLLOUT, self._went_to_tool),
             CameFromTool: (Role.ROLLOUT, self._came_from_tool),
             StateWritten: (Role.TRAINER, self._state_written),
@@ -414,10 +416,13 @@ class Controller:
     def _streamed(self, event: Streamed, rollout: Rollout, now: float) -> list[Command]:
         advance = self._state.pool.stream(event.progress, rollout.rank, now)
         self._repacker.streamed(rollout, event, advance, now)
-        return []
+        return self._dispatcher.streamed(rollout, event.progress)
 
     def _handed_over(self, event: HandedOver, rollout: Rollout, now: float) -> list[Command]:
         return self._repacker.handed_over(event, rollout, now)
+
+    def _interrupted(self, event: Interrupted, rollout: Rollout, now: float) -> list[Command]:
+        return self._dispatcher.interrupted(rollout, event.progress, now)
 
     def _went_to_tool(self, event: WentToTool, rollout: Rollout, now: float) -> list[Command]:
         self._state.pool.go_to_tool(event.trajectory, rollout.rank)
@@ -432,10 +437,10 @@ class Controller:
         trajectory = state.pool.owned(event.trajectory, rollout.rank)
         if trajectory is None:
             return []
-        if event.version != trajectory.version:
+        if event.version != trajectory.current_version:
             raise ProtocolError(
                 f"{_describe(event)} for trajectory {event.trajectory} names version {event.version}, "
-                f"it was begun under {trajectory.version}"
+                f"it is generated under {trajectory.current_version}"
             )
         state.fleet.release(rollout, trajectory.id)
         state.pool.finish(trajectory, event, state.versions.staleness(trajectory.version), now)

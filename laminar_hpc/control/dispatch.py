@@ -8,8 +8,10 @@ Work comes in units, and a rollout is given them in this order:
 4. a fresh group, if admission allows.
 
 Fresh work (2 to 4) is given where rollouts refresh alone only to a rollout that has nothing to do, and then as much as it
-has room for; where they refresh together, whenever there is room, once all of them hold the newest version. A rollout with
-nothing to do takes newer weights before fresh groups, but after evaluation prompts: so a round, once begun, ends.
+has room for; where they are interrupted, whenever there is room; where they refresh together, too, once all of them hold the
+newest version. A rollout with nothing to do takes newer weights before fresh groups, but after evaluation prompts: so a round,
+once begun, ends. One that is interrupted takes up what it had as soon as it has newer weights, before anything else; it is not
+interrupted in evaluation prompts, which one version answers.
 
 Invariant: a trajectory without owner waits only while rollouts that hold its version exist and are all full, or one is to load
 it again (reloads.py). Else its group, finished members included, starts over; so does an evaluation round.
@@ -32,7 +34,8 @@ from laminar_hpc.control.settlement import Settlement
 from laminar_hpc.control.state import JobState
 from laminar_hpc.policy.admission import room
 from laminar_hpc.policy.modes import Refresh
-from laminar_hpc.protocol.commands import Command, Generate, Pull
+from laminar_hpc.protocol.commands import Command, Generate, Interrupt, Pull
+from laminar_hpc.protocol.events import Progress
 from laminar_hpc.protocol.trajectory import Purpose, TrajectorySpec
 
 
@@ -47,6 +50,7 @@ class Portion(msgspec.Struct, eq=False):
     fresh: bool
     groups_too: bool = False
     trajectories: list[TrajectorySpec] = []
+    taken_up: int = 0
     taken_over: int = 0
     moved: int = 0
     evaluation: int = 0
@@ -57,6 +61,7 @@ class Portion(msgspec.Struct, eq=False):
         parts = (
             (self.groups, "groups"),
             (self.evaluation, "evaluation prompts"),
+            (self.taken_up, "taken up again"),
             (self.taken_over, "taken over"),
             (self.moved, "moved"),
         )
@@ -70,7 +75,8 @@ class Dispatcher:
 
     def __init__(self, state: JobState) -> None:
         self._state = state
-        self._alone = state.mode.refresh is Refresh.OWN_BOUNDARY
+        self._cohorts = state.mode.refresh is Refresh.TOGETHER
+        self._interrupts = state.mode.refresh is Refresh.INTERRUPTED
         self._restarts: deque[Group] = deque()
         self._reloads = Reloads()
         self._together: int | None = None
@@ -82,7 +88,7 @@ class Dispatcher:
     @property
     def refreshes_together(self) -> bool:
         """Whether work may depend on what all rollouts hold, and not only on the one that is asked for."""
-        return not self._alone
+        return self._cohorts
 
     # --- work and weights -------------------------------------------------------------------------------------------
 
@@ -92,7 +98,11 @@ class Dispatcher:
             return []
         if rollout.loading is not None:
             return self._pull_again(rollout) if rollout.pull_due else []
-        if rollout.trajectories and not self._may_add(rollout):
+        if rollout.interrupting:
+            return []
+        if self._interrupts and not rollout.paused and self._is_to_be_interrupted(rollout):
+            return self._interrupt(rollout)
+        if rollout.trajectories and (rollout.paused or not self._may_add(rollout)):
             return []
         return self._refresh(rollout) or self._give([rollout], now)
 
@@ -104,8 +114,10 @@ class Dispatcher:
 
     def _may_add(self, rollout: Rollout) -> bool:
         """Whether there can be anything for a rollout that is in the middle of its work."""
-        if self._state.pool.has_orphans(rollout.version):
+        if self._state.pool.has_work(rollout.version):
             return True
+        if self._interrupts:
+            return rollout.free > 0 and self._has_fresh_work()
         return rollout.version == self._together and self._has_fresh_work()
 
     def consider_all(self, now: float) -> list[Command]:
@@ -113,8 +125,10 @@ class Dispatcher:
         self._state.work_has_appeared = False
         if not self._state.hands_out:
             return []
-        if not self._alone:
+        if self._cohorts:
             return self._consider_together(now)
+        if self._interrupts:
+            return self._give(self._able(), now)
         commands: list[Command] = []
         for rollout in list(self._state.fleet.idle.values()):
             if not self._has_fresh_work():
@@ -135,7 +149,8 @@ class Dispatcher:
         evaluation = rounds.handing_out if self._together is None else rounds.drawable(self._together)
         return bool(self._restarts) or evaluation is not None or self._room() > 0
 
-    def _room(self) -> int:
+    def _room(self, version: int | None = None) -> int:
+        """How many groups may be handed out, under `version` (None: the newest)."""
         state, settings = self._state, self._state.settings
         held = None if self._together is None else state.versions[self._together].step
         return room(
@@ -147,6 +162,7 @@ class Dispatcher:
             open_groups=state.ledger.open_groups,
             in_flight=state.ledger.open_groups - len(state.buffer),
             step_held=held,
+            most_kept=state.most_kept(version),
         )
 
     def _refresh(self, rollout: Rollout) -> list[Command]:
@@ -200,7 +216,7 @@ class Dispatcher:
         return Pull(reason, rollout.rank, rollout.incarnation, newer)
 
     def _evaluates(self, version: int) -> bool:
-        return self._state.rounds.drawable(version) is not None and (self._alone or version == self._together)
+        return self._state.rounds.drawable(version) is not None and (not self._cohorts or version == self._together)
 
     # --- units of work ----------------------------------------------------------------------------------------------
 
@@ -211,8 +227,8 @@ class Dispatcher:
         for rollout in rollouts:
             if rollout.version is None:
                 continue
-            fresh = not rollout.trajectories if self._alone else rollout.version == self._together
-            newest = not self._alone or self._state.fleet.newer_at_relay(rollout) is None
+            fresh = rollout.version == self._together if self._cohorts else self._interrupts or not rollout.trajectories
+            newest = self._cohorts or self._state.fleet.newer_at_relay(rollout) is None
             portions[rollout.rank] = Portion(rollout, rollout.version, fresh, fresh and newest)
             loads.append((len(rollout.trajectories), rollout.rank))
         heapq.heapify(loads)
@@ -227,6 +243,9 @@ class Dispatcher:
     def _add_unit(self, portion: Portion, now: float) -> bool:
         """Give one more unit to the portion's rollout; False where it has no room or there is nothing for it."""
         rollout = portion.rollout
+        if rollout.paused:
+            self._take_up(portion, rollout.paused.pop(0))
+            return True
         if rollout.free > 0 and self._add_orphan(portion):
             return True
         if not portion.fresh:
@@ -247,6 +266,14 @@ class Dispatcher:
         portion.taken_over += 1
         return True
 
+    def _take_up(self, portion: Portion, id: int) -> None:
+        """Go on with a trajectory that the rollout was interrupted in."""
+        rollout = portion.rollout
+        trajectory = self._state.pool.pass_on(id, Owner(rollout.rank, rollout.incarnation), portion.version)
+        self._state.fleet.assign(rollout, id)
+        portion.trajectories.append(trajectory.spec)
+        portion.taken_up += 1
+
     def _add_evaluation(self, portion: Portion, now: float) -> bool:
         state = self._state
         one = state.rounds.drawable(portion.version)
@@ -265,9 +292,10 @@ class Dispatcher:
         return True
 
     def _add_group(self, portion: Portion, now: float) -> bool:
-        if self._restarts:
+        state, most = self._state, self._state.most_kept(portion.version)
+        if self._restarts and (most is None or state.ledger.kept <= most):
             group = self._restarts.popleft()
-        elif self._room() > 0:
+        elif not self._restarts and self._room(portion.version) > 0:
             group = self._state.ledger.draw_training(now)
         else:
             return False
@@ -316,7 +344,7 @@ class Dispatcher:
         if destination is not None and ids[:room] and source.version is not None:
             portion = Portion(destination, source.version, fresh=False)
             for id in ids[:room]:
-                trajectory = state.pool.pass_on(id, Owner(destination.rank, destination.incarnation))
+                trajectory = state.pool.pass_on(id, Owner(destination.rank, destination.incarnation), source.version)
                 state.fleet.assign(destination, id)
                 portion.trajectories.append(trajectory.spec)
                 portion.moved += 1
@@ -326,6 +354,45 @@ class Dispatcher:
             others = [rollout for rollout in state.fleet.holders(source.version) if rollout is not source]
             commands += self._give(others, now) if state.hands_out else []
         return commands, min(room, len(ids))
+
+    # --- interrupts -------------------------------------------------------------------------------------------------
+
+    def interrupted(self, rollout: Rollout, progress: list[Progress], now: float) -> list[Command]:
+        """The rollout has let go of what it was generating; of what has ended already it will tell."""
+        if not rollout.interrupting:
+            return []
+        rollout.interrupting = False
+        self._state.pool.stream(progress, rollout.rank, now)
+        for item in progress:
+            if item.trajectory in rollout.trajectories:
+                self._state.fleet.pause(rollout, item.trajectory)
+        return self.consider(rollout, now)
+
+    def streamed(self, rollout: Rollout, progress: list[Progress]) -> list[Command]:
+        """Of a rollout that is to be interrupted, something that had not begun when it was asked may have begun since."""
+        if not rollout.paused or rollout.interrupting or not self._is_to_be_interrupted(rollout):
+            return []
+        return self._interrupt(rollout) if any(one.trajectory in rollout.trajectories for one in progress) else []
+
+    def _interrupt(self, rollout: Rollout) -> list[Command]:
+        rollout.interrupting = True
+        newer = self._state.fleet.newer_at_relay(rollout)
+        return [Interrupt(f"its relay holds version {newer}", rollout.rank, rollout.incarnation)]
+
+    def _is_to_be_interrupted(self, rollout: Rollout) -> bool:
+        """Whether the rollout is in the middle of something that can go on under the newer weights at its relay."""
+        state, version = self._state, rollout.version
+        if not rollout.trajectories or version is None or state.fleet.newer_at_relay(rollout) is None:
+            return False
+        pool = state.pool.trajectories
+        evaluates = any(pool[id].purpose is Purpose.EVALUATION for id in rollout.trajectories)
+        return not (evaluates or self._evaluates(version) or state.pool.has_orphans(version))
+
+    def _able(self) -> list[Rollout]:
+        """The rollouts that can be given something now."""
+        rollouts = self._state.fleet.rollouts.values()
+        idle = [one for one in rollouts if one.alive and one.version is not None and one.loading is None]
+        return [one for one in idle if not one.interrupting and not one.paused]
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -340,13 +407,16 @@ class Dispatcher:
         if version is None:
             return [] if comes_back else self.gone(rollout, now)
         holders = state.fleet.holders(version)
-        if holders:
-            return self._give(holders, now) if state.hands_out else []
+        takers = self._able() if state.mode.mixes else holders
+        commands = self._give(takers, now) if takers and state.hands_out else []
+        if holders or (state.mode.mixes and not state.pool.has_orphans(version)):
+            return commands
         if comes_back and state.pool.waiting_tokens(version):
             self._reloads.expect(rollout.rank, version)
         if self._reloads.awaited(version):
-            return []
-        return self._start_over(version, f"rollout {rollout.rank} was the last that held version {version}", now)
+            return commands
+        why = f"rollout {rollout.rank} was the last that held version {version}"
+        return commands + self._start_over(version, why, now)
 
     def gone(self, rollout: Rollout, now: float) -> list[Command]:
         """A rollout that has no engine will not have another one: nobody waits for it."""

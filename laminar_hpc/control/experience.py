@@ -106,7 +106,10 @@ class Experience:
         unit = settings.prompts // settings.minibatches if state.mode.streams else settings.prompts
         commands: list[Command] = []
         while self._may_train() and len(state.buffer) >= unit:
-            batch = [self._take(number) for number in state.buffer.take(unit)]
+            pressing, in_flight = state.pressing()
+            if in_flight > settings.prompts - training.taken - unit:
+                break  # the step has to take them too
+            batch = [self._take(number) for number in state.buffer.take(unit, pressing)]
             batch.sort(key=lambda item: item.group.draw)  # mini-batches shall not depend on which group was done first
             commands += training.feed(batch, now)
             state.work_has_appeared = True

@@ -45,7 +45,8 @@ class Rollout(Member, eq=False, kw_only=True):
 
     `loading` is the version that its last `Pull` named. `pull_due`: that one is void, and another one is to be sent; `voided`:
     the lowest version that a void one named, whose answer may still come. `given` counts the trajectories that it was ever
-    given; `giving_to` is the rollout that it was asked to hand its own over to.
+    given; `giving_to` is the rollout that it was asked to hand its own over to. `interrupting`: it was asked to let go of them;
+    `paused` are those that it has let go of and will take up again.
     """
 
     concurrency: int
@@ -57,6 +58,8 @@ class Rollout(Member, eq=False, kw_only=True):
     trajectories: dict[int, None] = {}
     given: int = 0
     giving_to: int | None = None
+    interrupting: bool = False
+    paused: list[int] = []
 
     @property
     def free(self) -> int:
@@ -205,17 +208,23 @@ class Fleet:
 
     def lose(self, rollout: Rollout) -> list[int]:
         """The rollout's incarnation is over; these are the trajectories it had."""
-        orphans = list(rollout.trajectories)
-        if orphans:
+        if rollout.trajectories:
             self.busy_rollouts -= 1
+        orphans = [*rollout.trajectories, *rollout.paused]
         self.alive_rollouts -= 1
         self._leave_version(rollout)
         rollout.alive = False
         rollout.version = rollout.loading = rollout.voided = None
         rollout.pull_due = False
         rollout.giving_to = None
-        rollout.trajectories = {}
+        rollout.interrupting = False
+        rollout.trajectories, rollout.paused = {}, []
         return orphans
+
+    def pause(self, rollout: Rollout, trajectory: int) -> None:
+        """The rollout has let go of a trajectory, and will take it up again."""
+        self.release(rollout, trajectory)
+        rollout.paused.append(trajectory)
 
     def _leave_version(self, rollout: Rollout) -> None:
         self.idle.pop(rollout.rank, None)

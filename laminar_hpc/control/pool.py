@@ -2,11 +2,12 @@
 
     GENERATING <-> AT_TOOL          owned by one rollout in one incarnation
     GENERATING, AT_TOOL -> WAITING  the owner is lost, or has handed it over; what it streamed is kept
-    WAITING -> GENERATING           another rollout of the same version has taken it over
+    WAITING -> GENERATING           another rollout of the same version has taken it over, or of any, where versions mix
     GENERATING, AT_TOOL -> FINISHED no owner any more; it waits for its group, then for a batch
 
-Invariants: a trajectory has an owner exactly while it is GENERATING or AT_TOOL, and one only. Its version never changes, so
-all its tokens come from one. Its streamed tokens never become fewer. Ids are consecutive and never used again.
+Invariants: a trajectory has an owner exactly while it is GENERATING or AT_TOOL, and one only. Its version is that under which it
+began, and its tokens come from that one alone, unless the pipeline mixes versions: then those of training may come from newer
+ones too. Its streamed tokens never become fewer. Ids are consecutive and never used again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Trajectory(msgspec.Struct, eq=False):
     """One trajectory. `tokens` are response tokens streamed so far; `rank` is that of its last owner.
 
     `score` is the reward without a penalty for length, `told_s` when its owner last told of tokens (None: it has not),
-    `delayed_s` by how much later it is expected to end for its moves and those of others onto its rollout.
+    `delayed_s` by how much later it is expected to end for its moves and those of others onto its rollout. `newest_version` is
+    the one that it goes on under (None: its own), `spans` the number of versions that its tokens come from, the last of which
+    it has been under since it had `span_begun` tokens. It was taken up again `resumes` times, with `resumed_tokens` response
+    tokens in all, which were prefilled.
     """
 
     id: int
@@ -55,6 +59,21 @@ class Trajectory(msgspec.Struct, eq=False):
     staleness_finish: int | None = None
     told_s: float | None = None
     delayed_s: float = 0.0
+    newest_version: int | None = None
+    spans: int = 1
+    span_begun: int = 0
+    resumes: int = 0
+    resumed_tokens: int = 0
+
+    @property
+    def current_version(self) -> int:
+        """The version under which it is generated now, or was last."""
+        return self.version if self.newest_version is None else self.newest_version
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens that were prefilled again where it was taken up; the prompt's count once it has finished."""
+        return self.resumed_tokens + self.resumes * self.prompt_tokens
 
     @property
     def segments(self) -> list[Segment]:
@@ -63,7 +82,7 @@ class Trajectory(msgspec.Struct, eq=False):
         if self.prompt_tokens:
             segments.append(Segment(Source.PROMPT, self.prompt_tokens))
         if self.tokens:
-            segments.append(Segment(Source.MODEL, self.tokens, self.version))
+            segments.append(Segment(Source.MODEL, self.tokens, self.current_version))
         return segments
 
     @property
@@ -82,13 +101,17 @@ class Advance(msgspec.Struct, frozen=True):
 
 
 class TrajectoryPool:
-    """Keeps the trajectories, and those without an owner by their version."""
+    """Keeps the trajectories, and those without an owner by their version, or, where that does not matter, all together."""
 
-    def __init__(self, first_id: int = 0) -> None:
+    def __init__(self, first_id: int = 0, mixes: bool = False) -> None:
+        """`mixes`: training trajectories may go on under another version."""
         self._next_id = first_id
+        self._mixes = mixes
         self.trajectories: dict[int, Trajectory] = {}
         """By id, in the order in which they began."""
         self._orphans: dict[int, deque[int]] = {}
+        self._mixed: dict[int, deque[int]] = {}
+        """Those that any version may go on with that is not older than the one they were under, which is the key."""
 
     def restore(self, trajectories: list[Trajectory]) -> None:
         """Take over trajectories of an earlier attempt, which nobody owns."""
@@ -170,29 +193,46 @@ class TrajectoryPool:
             trajectory = self.trajectories[id]
             trajectory.owner = None
             trajectory.state = State.WAITING
-            self._orphans.setdefault(trajectory.version, deque()).append(id)
+            waiting = self._mixed if self._mixes and trajectory.purpose is Purpose.TRAIN else self._orphans
+            waiting.setdefault(trajectory.current_version, deque()).append(id)
 
-    def has_orphans(self, version: int | None) -> bool:
-        """Whether trajectories of this version wait for an owner."""
+    def has_orphans(self, version: int) -> bool:
+        """Whether trajectories wait for an owner that holds this version and no other."""
         return version in self._orphans
+
+    def has_work(self, version: int | None) -> bool:
+        """Whether trajectories wait that an owner who holds this version can go on with."""
+        return version is not None and (version in self._orphans or self._oldest_mixed(version) is not None)
+
+    def _oldest_mixed(self, version: int) -> int | None:
+        oldest = min(self._mixed, default=None)
+        return oldest if oldest is not None and oldest <= version else None
 
     def waiting_tokens(self, version: int) -> int:
         """Tokens that those of this version which wait for an owner have, as far as they were streamed."""
         return sum(self.trajectories[id].tokens for id in self._orphans.get(version, ()))
 
     def adopt(self, version: int, owner: Owner) -> Trajectory | None:
-        """Give the trajectory of this version that has waited longest to `owner`; None where none waits."""
-        waiting = self._orphans.get(version)
-        if waiting is None:
+        """Give the trajectory that has waited longest, of this version first, to `owner`; None where none waits."""
+        key, orphans = (
+            (version, self._orphans) if version in self._orphans else (self._oldest_mixed(version), self._mixed)
+        )
+        if key is None:
             return None
-        trajectory = self.trajectories[waiting.popleft()]
-        if not waiting:
-            del self._orphans[version]
-        return self.pass_on(trajectory.id, owner)
+        trajectory = self.trajectories[orphans[key].popleft()]
+        if not orphans[key]:
+            del orphans[key]
+        return self.pass_on(trajectory.id, owner, version)
 
-    def pass_on(self, id: int, owner: Owner) -> Trajectory:
-        """Give a trajectory, whose last owner has let go of it, to `owner`."""
+    def pass_on(self, id: int, owner: Owner, version: int) -> Trajectory:
+        """Give a trajectory, whose last owner has let go of it, to `owner`, who holds `version`."""
         trajectory = self.trajectories[id]
+        if trajectory.tokens:
+            trajectory.resumes += 1
+            trajectory.resumed_tokens += trajectory.tokens
+        if version != trajectory.current_version:
+            trajectory.spans += trajectory.tokens > trajectory.span_begun
+            trajectory.newest_version, trajectory.span_begun = version, trajectory.tokens
         trajectory.owner = owner
         trajectory.rank = owner.rank
         trajectory.told_s = None

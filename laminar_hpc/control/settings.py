@@ -76,6 +76,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"control.mode: must be one of {', '.join(MODES)}, got {self.mode!r}") from None
 
     @property
+    def most_staleness(self) -> int | None:
+        """The staleness at consumption that steps wait not to exceed; None where they do not wait."""
+        return self.max_staleness if self.eviction == "wait" or self.pipeline.waits else None
+
+    @property
     def first_version(self) -> int:
         """The id of this attempt's first version."""
         return self.attempt * VERSIONS_OF_AN_ATTEMPT

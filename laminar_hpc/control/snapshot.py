@@ -6,7 +6,8 @@ Taken when a step is done and no other has begun. What is done with each trainin
 * one whose members are generated under the very weights of the checkpoint goes on: the attempt publishes those weights
   again, and its members wait for a rollout that holds them. (No rollout can miss them: had the buffer held a whole step
   besides, that step would have begun. So the next one needs groups that are generated under these weights.)
-* one of older weights, which nobody has any more, starts over; what its members had is listed as discarded.
+* one of older weights, which nobody has any more, starts over; what its members had is listed as discarded. Where versions
+  mix in a trajectory it goes on too, under the newer weights.
 
 A held-out prompt that is being answered is discarded, and its round is answered again. Groups that were handed out, or
 consumed, after the snapshot are none of its business: the same draws come again, under other numbers.
@@ -46,11 +47,16 @@ class Snapshot(msgspec.Struct, kw_only=True):
     evaluated_step: int
     uniform: int
     fruitless: int
+    mixes: bool = False
 
     @property
     def same_weights(self) -> set[int]:
         """The versions that have the checkpoint's weights."""
         return {version.id for version in self.versions if version.step == self.step}
+
+    def goes_on(self, group: Group) -> bool:
+        """Whether the members of a group that is not in the buffer go on where they were."""
+        return group.version in self.same_weights or (self.mixes and group.version is not None)
 
     @property
     def buffered(self) -> set[int]:
@@ -61,6 +67,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 def capture(state: JobState, step: int, uniform: int, fruitless: int) -> Snapshot:
     """The books as they are now, after `step`; it shares its parts with `state`, so encode it before anything happens."""
     named = {group.version for group in state.ledger.groups.values()}
+    named |= {one.newest_version for one in state.pool.trajectories.values()}
     versions = state.versions.known
     return Snapshot(
         step=step,
@@ -75,16 +82,17 @@ def capture(state: JobState, step: int, uniform: int, fruitless: int) -> Snapsho
         evaluated_step=state.evaluated_step,
         uniform=uniform,
         fruitless=fruitless,
+        mixes=state.mode.mixes,
     )
 
 
 def kept_trajectories(snapshot: Snapshot) -> set[int]:
     """The trajectories whose payload the next attempt needs: those in the buffer, and those that go on."""
-    same, buffered = snapshot.same_weights, snapshot.buffered
+    buffered = snapshot.buffered
     return {
         id
         for group in snapshot.groups
-        if group.purpose is Purpose.TRAIN and (group.id in buffered or group.version in same)
+        if group.purpose is Purpose.TRAIN and (group.id in buffered or snapshot.goes_on(group))
         for id in group.members
     }
 
@@ -102,6 +110,7 @@ def restore(
             f"attempt {state.settings.attempt} cannot go on from a checkpoint of attempt {snapshot.attempt}"
         )
     _move_times(snapshot, shift_s)
+    goes_on = {group.id for group in snapshot.groups if snapshot.goes_on(group)}
     state.ledger.restore(snapshot.draws, snapshot.closed, snapshot.groups)
     state.versions.remember(snapshot.versions)
     state.evaluated_step = snapshot.evaluated_step
@@ -114,7 +123,7 @@ def restore(
     for group in snapshot.groups:
         if group.purpose is Purpose.EVALUATION:
             settlement.group(group, State.DISCARDED, reason)
-        elif group.id not in buffered and group.version != state.settings.first_version:
+        elif group.id not in buffered and group.id not in goes_on:
             settlement.start_over(group, reason)
             starts_over.append(group)
         else:
@@ -145,3 +154,5 @@ def _relabel(snapshot: Snapshot, version: int) -> None:
     for one in snapshot.trajectories:
         if one.version in same:
             one.version = version
+        if one.newest_version in same:
+            one.newest_version = version

@@ -12,6 +12,8 @@ from laminar_hpc.control.relays import Relays
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.versions import Versions
 from laminar_hpc.policy.sampling import make_eviction, make_sampler
+from laminar_hpc.policy.staleness import capacity, is_pressing
+from laminar_hpc.protocol.trajectory import Purpose
 
 
 class JobState:
@@ -21,7 +23,7 @@ class JobState:
         self.settings = settings
         self.mode = settings.pipeline
         self.ledger = PromptLedger(settings)
-        self.pool = TrajectoryPool(settings.first_hand_out)
+        self.pool = TrajectoryPool(settings.first_hand_out, self.mode.mixes)
         self.buffer = Buffer(make_sampler(settings.sampler), make_eviction(settings.eviction, settings.max_staleness))
         self.versions = Versions(settings.attempt, settings.first_version, settings.trainers)
         relays = Relays(settings.relays, settings.trainer_nodes, settings.switches)
@@ -36,6 +38,32 @@ class JobState:
         """Whether a step has begun for which not all groups are there."""
         self.work_has_appeared = False
         """There may be work for rollouts that were given none when they asked."""
+
+    def pressing(self) -> tuple[list[int], int]:
+        """What the next step has to take, lest it becomes staler than allowed: groups in the buffer, and how many in flight."""
+        most = self.settings.most_staleness
+        if most is None or self.versions.newest_published is None:
+            return [], 0
+        newest = self.versions.newest_step
+        found = [
+            group.id
+            for group in self.ledger.groups.values()
+            if group.purpose is Purpose.TRAIN and group.version is not None and not group.taken
+            if is_pressing(self.versions[group.version].step, newest, most)
+        ]
+        there = [group for group in found if group in self.buffer]
+        return there, len(found) - len(there)
+
+    def most_kept(self, version: int | None) -> int | None:
+        """How many groups may have been handed out, discarded ones not counted, for one more to be generated under `version`.
+
+        None: staleness has no part in it, or no version is named and there is none yet.
+        """
+        most = self.settings.most_staleness
+        version = self.versions.newest_published if version is None else version
+        if most is None or version is None:
+            return None
+        return capacity(self.versions[version].step, most, self.settings.prompts)
 
     @property
     def hands_out(self) -> bool:

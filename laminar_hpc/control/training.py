@@ -55,6 +55,11 @@ class Training:
         self.steps_done = step
 
     @property
+    def taken(self) -> int:
+        """How many groups the step in training has taken so far; 0 where there is none."""
+        return len(self.current.groups) if self.current is not None else 0
+
+    @property
     def fed(self) -> bool:
         """Whether all mini-batches of the step in training are with the trainers."""
         return self.current is not None and len(self.current.done) == self._settings.minibatches

@@ -53,6 +53,9 @@ def _groups(state: JobState, step: int, needed: int) -> str:
     """What `step` waits for, which takes `needed` groups more."""
     held = len(state.buffer)
     in_flight = state.ledger.open_groups - held
+    pressing = state.pressing()[1]
+    if held >= needed and pressing:
+        return f"step {step} waits for {pressing} groups in flight that would be too stale for the next one"
     return f"step {step} waits for {needed - held} groups ({held} of {needed} in the buffer, {in_flight} in flight)"
 
 
@@ -97,6 +100,8 @@ def _rollout(state: JobState, rollout: Rollout) -> str:
         return f"{name} waits for the first version at relay {relay}"
     if not rollout.trajectories:
         return f"{name} is idle under version {rollout.version}"
+    if rollout.interrupting:
+        return f"{name} lets go of {len(rollout.trajectories)} trajectories, to go on under newer weights"
     at_tool = sum(state.pool.trajectories[id].state is State.AT_TOOL for id in rollout.trajectories)
     tools = f", {at_tool} of them at a tool," if at_tool else ""
     if rollout.giving_to is not None:

@@ -23,16 +23,18 @@ def room(
     open_groups: int,
     in_flight: int,
     step_held: int | None,
+    most_kept: int | None = None,
 ) -> int:
     """Prompts that may be handed out now.
 
     `prompts` is the number of groups of one step, `ahead` how many steps' worth may be open beyond one where the mode
     counts no cohorts, and `step_held` the step of the weights that all rollouts hold together (None: not together).
+    `most_kept` is what `kept` may come to (staleness.capacity; None: staleness has no part in it).
     """
-    needed = steps * prompts
+    needed = steps * prompts if most_kept is None else min(steps * prompts, most_kept)
     if mode.cohorts_ahead is None:
-        limit = math.floor((1 + ahead) * prompts)
-        return max(0, min(limit - open_groups, needed - kept))
+        limit = needed if mode.waits else kept - open_groups + math.floor((1 + ahead) * prompts)
+        return max(0, min(limit, needed) - kept)
     if step_held is None:
         return 0
     cohorts = step_held + 1 + mode.cohorts_ahead

@@ -88,8 +88,8 @@ def make_sampler(name: str) -> Sampler:
 
 def make_eviction(name: str, max_staleness: int) -> Eviction:
     """The eviction called `name`; ConfigError where there is none."""
-    if name == "none":
+    if name in ("none", "wait"):
         return KeepAll()
     if name == "stale":
         return DropStale(max_staleness)
-    raise ConfigError(f"control.eviction: must be one of none, stale, got {name!r}")
+    raise ConfigError(f"control.eviction: must be one of none, stale, wait, got {name!r}")

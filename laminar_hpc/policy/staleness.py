@@ -8,7 +8,13 @@ The bound. Let all rollouts refresh together, and let the cohort handed out unde
 of step s + 1 + a, where a is `cohorts_ahead`. A trajectory of it is consumed when the batch of step s + 1 + a forms, and
 then the newest version is the one after step s + a. So it is at most (s + a) - s = a versions old, and exactly a unless a
 replacement was generated later. Rollouts that refresh alone have no such bound: one long trajectory may outlive any number
-of steps. Only an eviction that throws away what has become older than m versions bounds them, at m.
+of steps. Two things bound them at m versions: an eviction that throws away what has become older, or waiting.
+
+Waiting, after AReaL (arXiv 2505.24298, section 5.1, equation 3): with B groups a step, one is handed out under the weights after
+step i only while at most (i + 1 + m) * B have been. So, when the newest weights are those after step s, at most (s + 1) * B
+were handed out under weights that are m steps older, and at most B of them are not used up. All of them are taken by the next
+step, which waits for those still generated; left for the step after they would be older than m. (AReaL counts by the
+newest weights instead of the group's own, takes older ones first, and does not wait.)
 """
 
 from __future__ import annotations
@@ -21,10 +27,24 @@ def staleness(step: int, newest_step: int) -> int:
     return newest_step - step
 
 
-def bound(mode: Mode, evicted_above: int | None = None) -> int | None:
+def is_pressing(step: int, newest_step: int, most: int) -> bool:
+    """Whether a group of the weights after `step` has to be in the next batch, lest it becomes staler than `most`."""
+    return staleness(step, newest_step) >= most
+
+
+def capacity(step: int, most: int, prompts: int) -> int:
+    """How many groups may have been handed out, one of the weights after `step` included, where none may be staler than `most`.
+
+    Discarded ones do not count.
+    """
+    return (step + 1 + most) * prompts
+
+
+def bound(mode: Mode, evicted_above: int | None = None, most: int | None = None) -> int | None:
     """The highest staleness at consumption (None: there is no bound).
 
-    `evicted_above` is the staleness above which finished groups are thrown away (None: never).
+    `evicted_above` is the staleness above which finished groups are thrown away (None: never), `most` that which steps wait
+    not to exceed (None: they do not).
     """
-    bounds = [limit for limit in (mode.cohorts_ahead, evicted_above) if limit is not None]
+    bounds = [limit for limit in (mode.cohorts_ahead, evicted_above, most) if limit is not None]
     return min(bounds, default=None)

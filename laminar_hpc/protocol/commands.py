@@ -48,6 +48,13 @@ class Pull(Command, frozen=True):
     exactly: bool = False
 
 
+class Interrupt(Command, frozen=True):
+    """Rollout `rank` lets go of all that it generates, and keeps the place of each: it goes on under newer weights."""
+
+    rank: int
+    incarnation: int
+
+
 class Sample(msgspec.Struct, frozen=True):
     """One trajectory of a training batch: who it is, what it earned, and which replica of the trainers (0 first) takes it."""
 
@@ -186,7 +193,8 @@ class TrajectoryOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a trajectory ended, with all that the record keeps of it. Times are in the clock of `now`.
 
     `state` is CONSUMED, DISCARDED or RETURNED (for evaluation CONSUMED means: counted in its accuracy). `staleness_*` count
-    the versions published between the weights that generated it and the moment it finished, and was taken into a batch.
+    the versions published between the weights that generated it and the moment it finished, and was taken into a batch. Its
+    tokens come from `spans` versions, from `version` to `newest_version`; so many tokens were prefilled again on the way.
     """
 
     trajectory: int
@@ -197,6 +205,9 @@ class TrajectoryOutcome(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     reason: str
     version: int | None
+    newest_version: int | None
+    spans: int
+    prefilled_tokens: int
     rank: int | None
     prompt_tokens: int
     response_tokens: int
@@ -304,6 +315,7 @@ class EndJob(Command, frozen=True):
 AnyCommand = (
     Generate
     | HandOver
+    | Interrupt
     | Pull
     | Train
     | Publish

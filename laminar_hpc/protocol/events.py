@@ -152,6 +152,12 @@ class HandedOver(RankEvent, frozen=True):
     progress: list[Progress]
 
 
+class Interrupted(RankEvent, frozen=True):
+    """A rollout has let go of these, as asked by `Interrupt`; what has ended before is finished as ever."""
+
+    progress: list[Progress]
+
+
 class WentToTool(RankEvent, frozen=True):
     """A trajectory waits for a tool's answer and holds no place in the engine."""
 
@@ -269,6 +275,7 @@ AnyEvent = (
     | Streamed
     | Finished
     | HandedOver
+    | Interrupted
     | WentToTool
     | CameFromTool
     | Trained

@@ -48,12 +48,13 @@ def gather(config: Config, controller_settings: str, clock_zero_unix_s: float) -
     control = config.control
     mode = MODES[control.mode]
     evicted_above = make_eviction(control.eviction, control.max_staleness).above
+    most = control.max_staleness if control.eviction == "wait" or mode.waits else None
     return {
         "host": socket.gethostname(),
         "clock_zero_unix_s": repr(clock_zero_unix_s),
         "config": config.model_dump_json(),
         "mode": msgspec.json.encode(mode).decode(),
-        "staleness_bound": msgspec.json.encode(bound(mode, evicted_above)).decode(),
+        "staleness_bound": msgspec.json.encode(bound(mode, evicted_above, most)).decode(),
         "controller_settings": controller_settings,
         "packages": msgspec.json.encode(package_versions()).decode(),
         "git_commit": git_commit(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))),

@@ -29,6 +29,7 @@ from laminar_hpc.protocol.commands import (
     Forget,
     Generate,
     HandOver,
+    Interrupt,
     Publish,
     Pull,
     Readmit,
@@ -236,7 +237,7 @@ class ManagerLoop:
                 for spec in command.trajectories:
                     self._store.assign(spec, command.rank, command.incarnation)
                 send(command.rank, command)
-            case Pull() | Attach() | HandOver():
+            case Pull() | Attach() | HandOver() | Interrupt():
                 send(command.rank, command)
             case Checkpoint():
                 self._save(command)

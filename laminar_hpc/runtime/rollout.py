@@ -13,10 +13,11 @@ from laminar_hpc.errors import EngineError, ProtocolError
 from laminar_hpc.policy.restarts import WINDOW_S, RestartLimit
 from laminar_hpc.process.channel import Channel, ChannelClosed
 from laminar_hpc.process.worker import Worker
-from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Pull
+from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Interrupt, Pull
 from laminar_hpc.protocol.events import (
     Finished,
     HandedOver,
+    Interrupted,
     Loaded,
     Progress,
     PullRefused,
@@ -88,7 +89,7 @@ class RolloutLoop:
         self._active: dict[int, _Active] = {}
         self._encoding: dict[tuple[Purpose, int], list[int]] = {}
         self._fetching: dict[int, list[int]] = {}
-        self._giving: int | None = None  # the move that the engine was asked to give trajectories up for
+        self._giving: HandOver | Interrupt | None = None  # for which the engine was asked to give trajectories up
         self._requests = 0
         if rank.me.relay_rank is None:
             raise ProtocolError(f"{rank.name}: no relay on this node")
@@ -109,7 +110,9 @@ class RolloutLoop:
             case Generate():
                 self._generate(message, now)
             case HandOver():
-                self._hand_over(message, now)
+                self._give_up(message, message.trajectories, now)
+            case Interrupt():
+                self._give_up(message, list(self._active), now)
             case Pull():
                 if message.incarnation == self._incarnation:
                     self._engine_heard_s = now
@@ -210,22 +213,25 @@ class RolloutLoop:
             self._fetching[self._requests] = resumed
             self._rank.mail.send(MANAGER, Fetch(self._rank.world.rank, self._requests, resumed))
 
-    def _hand_over(self, command: HandOver, now: float) -> None:
+    def _give_up(self, command: HandOver | Interrupt, trajectories: list[int], now: float) -> None:
         """The engine gives up what it has of these, and tells their last tokens; what has not reached it yet, stays."""
         if command.incarnation != self._incarnation:
             return
         self._engine_heard_s = now
-        self._giving = command.move
-        self._tell_engine(AbortTrajectories(command.trajectories))
+        self._giving = command
+        self._tell_engine(AbortTrajectories(trajectories))
 
-    def _handed_over(self, released: list[int]) -> None:
+    def _given_up(self, released: list[int]) -> None:
         """What the engine has given up is forgotten here, and named to the manager."""
         if self._giving is None:
             raise ProtocolError(f"{self._rank.name}: its engine has given up trajectories that nobody asked for")
-        move, self._giving = self._giving, None
+        command, self._giving = self._giving, None
         progress = [Progress(trajectory, self._active.pop(trajectory).response_tokens) for trajectory in released]
-        rank = self._rank.world.rank
-        self._rank.tell_manager(HandedOver(rank=rank, incarnation=self._incarnation, move=move, progress=progress))
+        rank, incarnation = self._rank.world.rank, self._incarnation
+        if isinstance(command, HandOver):
+            self._rank.tell_manager(HandedOver(rank, incarnation, command.move, progress))
+        else:
+            self._rank.tell_manager(Interrupted(rank, incarnation, progress))
 
     def _encode(self, spec: TrajectorySpec) -> None:
         """Ask for the prompt's tokens, once for all members of a group."""
@@ -322,7 +328,7 @@ class RolloutLoop:
                 spec = active_or_none.spec
                 self._grader.grade(spec.id, spec.purpose, spec.prompt, b"".join(active_or_none.response))
         if output.released is not None:
-            self._handed_over(output.released)
+            self._given_up(output.released)
 
     def _loaded(self, message: WeightsLoaded, now: float) -> None:
         rank = self._rank

@@ -20,6 +20,7 @@ from laminar_hpc.protocol.commands import (
     EndJob,
     Generate,
     HandOver,
+    Interrupt,
     Publish,
     Pull,
     Release,
@@ -117,7 +118,7 @@ class Cluster:
 
     def _carry_out(self, command: AnyCommand) -> None:
         match command:
-            case Generate() | HandOver() | Pull() | Attach():
+            case Generate() | HandOver() | Interrupt() | Pull() | Attach():
                 rollout = self._rollouts[command.rank]
                 self._kernel.send(rollout.rank, lambda: rollout.obey(command))
             case Train() | Publish():

@@ -3,6 +3,7 @@
     Pull -> loads -> Loaded
     Generate -> Streamed (now and then, and with each end) ... Finished (each)
     HandOver -> Streamed, HandedOver
+    Interrupt -> Streamed, Interrupted
 
 Prompts, grading and messages take no time here.
 """
@@ -14,8 +15,17 @@ from collections.abc import Callable
 import msgspec
 
 from laminar_hpc.policy.batching import Batch, EndedAt
-from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Pull
-from laminar_hpc.protocol.events import AnyEvent, Finished, HandedOver, Loaded, Progress, RolloutReady, Streamed
+from laminar_hpc.protocol.commands import Attach, Generate, HandOver, Interrupt, Pull
+from laminar_hpc.protocol.events import (
+    AnyEvent,
+    Finished,
+    HandedOver,
+    Interrupted,
+    Loaded,
+    Progress,
+    RolloutReady,
+    Streamed,
+)
 from laminar_hpc.protocol.trajectory import TrajectorySpec, Verdict
 from laminar_hpc.sim.costs import SimulatedCosts
 from laminar_hpc.sim.kernel import Kernel, Timer
@@ -92,13 +102,16 @@ class SimulatedRollout:
             )
         )
 
-    def obey(self, command: Generate | HandOver | Pull | Attach) -> None:
+    def obey(self, command: Generate | HandOver | Interrupt | Pull | Attach) -> None:
         """What the manager asks for."""
         match command:
             case Generate():
                 self._generate(command)
             case HandOver():
-                self._hand_over(command)
+                progress = self._give_up(command.trajectories)
+                self._tell(HandedOver(self.rank, INCARNATION, command.move, progress))
+            case Interrupt():
+                self._tell(Interrupted(self.rank, INCARNATION, self._give_up(list(self._active))))
             case Pull():
                 self._pull()
             case Attach():
@@ -157,17 +170,17 @@ class SimulatedRollout:
             self._finish(active)
         self._rest()
 
-    def _hand_over(self, command: HandOver) -> None:
-        """What has ended by now stays, all else is given up, with all its tokens."""
+    def _give_up(self, trajectories: list[int]) -> list[Progress]:
+        """What has ended by now stays, all else of these is given up, with all its tokens."""
         self._end(self._batch.advance(self._now_s))
-        given = [id for id in command.trajectories if id in self._active]
+        given = [id for id in trajectories if id in self._active]
         progress = [Progress(id, self._generated(self._active[id])) for id in given]
         self._stream(self._news())
         for id in given:
             del self._active[id]
             self._batch.remove(id)
-        self._tell(HandedOver(self.rank, INCARNATION, command.move, progress))
         self._rest()
+        return progress
 
     def _turn(self) -> None:
         """Something is due: an end, another change of the batch, or a word on how far everybody is."""

@@ -48,6 +48,24 @@ def test_a_good_record_passes(tmp_path: Path, make_ledger: MakeLedger, mode: str
     assert (BOUND in figures) == (mode == "sync")
 
 
+@pytest.mark.parametrize(("newest", "holds"), [(2, True), (1, False)])
+def test_where_versions_mix_tokens_come_from_none_outside_the_span(
+    tmp_path: Path, make_ledger: MakeLedger, newest: int, holds: bool
+) -> None:
+    """A trajectory that began under version 0 went on under 1 and then 2, and says that 2, or 1, was its newest."""
+    ledger = make_ledger(10, "partial")
+    first = ledger.commands[0]
+    row = next(row for row in ledger.table("trajectories") if row["trajectory"] == first.trajectories[0].id)
+    row.update(newest_version=newest, spans=3)
+    for version in (1, 2):
+        resumed = msgspec.structs.replace(first.trajectories[0], resume_tokens=5)
+        ledger.commands.append(msgspec.structs.replace(first, version=version, trajectories=[resumed]))
+    place = next(i for i, one in enumerate(ledger.events) if one.trajectory == first.trajectories[0].id)
+    ledger.events[place] = msgspec.structs.replace(ledger.events[place], version=2)
+    check = by_rule(run_checks(ledger.write(tmp_path / "run")))["every trajectory comes from the versions of its span"]
+    assert check.result is (Result.HOLDS if holds else Result.VIOLATED)
+
+
 def another_version(ledger: Any) -> None:
     for row in ledger.table("trajectories")[32:36]:
         row["version"] += 1

@@ -23,6 +23,7 @@ from laminar_hpc.protocol.commands import (
     Commit,
     Generate,
     HandOver,
+    Interrupt,
     Publish,
     Pull,
     Release,
@@ -35,6 +36,7 @@ from laminar_hpc.protocol.events import (
     Event,
     Finished,
     HandedOver,
+    Interrupted,
     Loaded,
     Progress,
     Published,
@@ -89,7 +91,7 @@ class RolloutRank(msgspec.Struct, eq=False):
     lent: int | None = None
     copied: bool = False
     tasks: dict[int, Task] = {}
-    asked: deque[HandOver] = msgspec.field(default_factory=deque)
+    asked: deque[HandOver | Interrupt] = msgspec.field(default_factory=deque)
 
     def attach(self, relay: int) -> None:
         self.relay, self.wanted = relay, None
@@ -187,7 +189,7 @@ class FakeCluster:
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
                     rollout.pull(command.version, command.exactly)
-            case HandOver():
+            case HandOver() | Interrupt():
                 rollout = self._by_rank[command.rank]
                 if rollout.incarnation == command.incarnation:
                     rollout.asked.append(command)
@@ -314,10 +316,12 @@ class FakeCluster:
         """It gives up what it was asked for, but for what has ended and is being graded."""
         command = rollout.asked.popleft()
         progress = []
-        for id in command.trajectories:
+        for id in command.trajectories if isinstance(command, HandOver) else list(rollout.tasks):
             if id in rollout.tasks and self.random.random() < 0.9:
                 task = rollout.tasks.pop(id)
                 progress.append(Progress(id, task.tokens + self.random.randint(0, 3)))
+        if isinstance(command, Interrupt):
+            return Interrupted(rollout.rank, rollout.incarnation, progress)
         return HandedOver(rollout.rank, rollout.incarnation, command.move, progress)
 
     # --- what else may happen ---------------------------------------------------------------------------------------

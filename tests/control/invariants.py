@@ -20,6 +20,7 @@ from laminar_hpc.protocol.commands import (
     EndJob,
     Generate,
     HandOver,
+    Interrupt,
     Publish,
     Pull,
     ReportEvaluation,
@@ -33,6 +34,7 @@ from laminar_hpc.protocol.events import (
     Event,
     Finished,
     HandedOver,
+    Interrupted,
     Loaded,
     Published,
     PullRefused,
@@ -64,6 +66,8 @@ class SeenRollout(msgspec.Struct, eq=False):
     had: int | None = None
     voided: int | None = None
     owned: set[int] = set()
+    interrupting: bool = False
+    paused: set[int] = set()
 
     def load(self, version: int) -> None:
         assert self.version is None or version > self.version, (
@@ -77,6 +81,7 @@ class SeenRollout(msgspec.Struct, eq=False):
 class SeenTrajectory(msgspec.Struct, eq=False):
     spec: TrajectorySpec
     version: int
+    current: int
     tokens: int = 0
     finished: Finished | None = None
     staleness_finish: int | None = None
@@ -89,6 +94,7 @@ class InvariantChecker:
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.mixes = MODES[settings.mode].mixes
         self.ahead = MODES[settings.mode].cohorts_ahead
         """Cohorts that may be ahead of the weights; None where rollouts take weights alone."""
         self.trajectories: dict[int, SeenTrajectory] = {}
@@ -146,6 +152,8 @@ class InvariantChecker:
         for one in self.trajectories.values():
             if one.version in same:
                 one.version = settings.first_version
+            if one.current in same:
+                one.current = settings.first_version
         self.step_of[settings.first_version] = books.step
 
     def _see_Checkpoint(self, command: Checkpoint) -> None:
@@ -216,6 +224,7 @@ class InvariantChecker:
                 if seen := self._current(event):
                     had = seen.had if seen.version is None else seen.version
                     seen.alive, seen.owned, seen.had = False, set(), None if event.role else had
+                    seen.interrupting, seen.paused = False, set()
                     seen.version, seen.pulling = None, None
                     self._void_moves_of(event.rank)
                 elif event.role and known is not None and not known.alive:
@@ -240,6 +249,8 @@ class InvariantChecker:
                 self.stopping = True
             case HandedOver():
                 self._see_handed_over(event)
+            case Interrupted():
+                self._see_interrupted(event)
             case Published():
                 ranks = self.publishers.setdefault(event.version, set())
                 ranks.add(event.rank)
@@ -270,6 +281,29 @@ class InvariantChecker:
                 one = self.trajectories[progress.trajectory]
                 one.tokens = max(one.tokens, progress.tokens)
 
+    def _see_interrupted(self, event: Interrupted) -> None:
+        seen = self._current(event)
+        if seen is None or not seen.interrupting:
+            return
+        seen.interrupting = False
+        for progress in event.progress:
+            if progress.trajectory in seen.owned:
+                seen.owned.remove(progress.trajectory)
+                seen.paused.add(progress.trajectory)
+                one = self.trajectories[progress.trajectory]
+                one.tokens = max(one.tokens, progress.tokens)
+
+    def _see_Interrupt(self, command: Interrupt) -> None:
+        """Newer weights are there, and it does not answer evaluation prompts."""
+        assert self.mixes
+        seen = self.rollouts[command.rank]
+        assert (seen.alive, seen.incarnation, seen.interrupting) == (True, command.incarnation, False)
+        assert seen.pulling is None
+        assert seen.owned
+        assert max(self.tier.relays[seen.relay].held) > seen.version
+        assert all(self.trajectories[id].spec.purpose is Purpose.TRAIN for id in seen.owned)
+        seen.interrupting = True
+
     def _see_finished(self, event: Finished) -> None:
         seen = self._current(event)
         if seen and event.trajectory in seen.owned:
@@ -296,6 +330,9 @@ class InvariantChecker:
         assert seen.version == command.version, f"rollout {command.rank} holds {seen.version}, not {command.version}"
         assert command.trajectories
         self._check_fresh(command, seen)
+        assert not seen.interrupting
+        assert seen.paused <= {spec.id for spec in command.trajectories}, "what was interrupted comes first"
+        seen.paused = set()
         for spec in command.trajectories:
             self._see_hand_out(spec, command.version)
             seen.owned.add(spec.id)
@@ -306,6 +343,8 @@ class InvariantChecker:
         """Fresh work goes to a rollout at its own boundary, or, with cohorts, to a fleet that holds one version."""
         fresh = [spec for spec in command.trajectories if spec.id not in self.trajectories]
         if not fresh:
+            return
+        if self.mixes:
             return
         if self.ahead is None:
             assert not seen.owned, f"rollout {command.rank} was in the middle of its batch"
@@ -322,18 +361,22 @@ class InvariantChecker:
         known = self.trajectories.get(spec.id)
         if known is None:
             assert spec.resume_tokens == 0
-            self.trajectories[spec.id] = SeenTrajectory(spec, version)
+            self.trajectories[spec.id] = SeenTrajectory(spec, version, version)
         else:
             assert known.finished is None, f"trajectory {spec.id} had finished"
-            assert known.version == version, f"trajectory {spec.id} would mix versions {known.version} and {version}"
+            mixes = self.mixes and spec.purpose is Purpose.TRAIN and version >= known.current
+            assert mixes or known.version == version, (
+                f"trajectory {spec.id} would mix versions {known.version} and {version}"
+            )
             assert msgspec.structs.replace(spec, resume_tokens=0) == known.spec
             assert spec.resume_tokens == known.tokens
+            known.current = version
         first = self.groups.setdefault(spec.group, spec)
         assert (first.prompt, first.purpose) == (spec.prompt, spec.purpose)
         assert spec.group not in self.group_ends, f"group {spec.group} had ended"
         assert spec.group not in self.batched_groups, f"group {spec.group} was trained on"
         versions = {one.version for one in self._open_members(spec.group)}
-        assert versions == {version}, f"group {spec.group} mixes versions {versions}"
+        assert versions == {self.trajectories[spec.id].version}, f"group {spec.group} mixes versions {versions}"
         if self.ahead is not None and spec.purpose is Purpose.TRAIN and known is None:
             assert self._cohort_of(spec.group) <= self.step_of[version] + 1 + self.ahead, (
                 "weights too old for the cohort"
@@ -487,7 +530,7 @@ class InvariantChecker:
         if self.ahead is not None:
             assert report.staleness_finish_max <= self.ahead
             assert report.staleness_consumption_max <= self.ahead
-        if self.settings.eviction == "stale":
+        if self.settings.eviction == "stale" or self.settings.most_staleness is not None:
             assert report.staleness_consumption_max <= self.settings.max_staleness
         self.reports.append(report)
 
@@ -554,13 +597,20 @@ class InvariantChecker:
                 continue  # it is to be loaded again
             holders = [seen for seen in self.rollouts.values() if seen.alive and seen.version == version]
             holders = [seen for seen in holders if seen.pulling is None]
-            assert holders, f"nobody holds version {version}, and trajectories wait"
+            assert holders or self.mixes, f"nobody holds version {version}, and trajectories wait"
+            if self.mixes:  # anybody can go on with them
+                holders = [
+                    seen
+                    for seen in self.rollouts.values()
+                    if seen.alive and seen.version is not None and seen.version >= version
+                ]
+                holders = [seen for seen in holders if not (seen.pulling or seen.interrupting or seen.paused)]
             assert all(len(seen.owned) >= seen.concurrency for seen in holders)
 
     def _waiting_versions(self) -> set[int]:
         """Those of trajectories that nobody owns."""
-        owned = {id for seen in self.rollouts.values() for id in seen.owned}
-        return {one.version for id, one in self.trajectories.items() if self._waits(id, one) and id not in owned}
+        owned = {id for seen in self.rollouts.values() for id in seen.owned | seen.paused}
+        return {one.current for id, one in self.trajectories.items() if self._waits(id, one) and id not in owned}
 
     def _waits(self, id: int, one: SeenTrajectory) -> bool:
         return one.finished is None and id not in self.settled
@@ -571,25 +621,35 @@ class InvariantChecker:
         assert len(kept) <= settings.steps * settings.prompts
         waiting = [group for group in kept if group not in self.batched_groups and group not in self.group_ends]
         ahead = settings.ahead if self.ahead is None else self.ahead
-        limit = int((1 + ahead) * settings.prompts)
+        limit = settings.steps * settings.prompts if self.mixes else int((1 + ahead) * settings.prompts)
+        most = settings.steps * settings.prompts
+        if settings.most_staleness is not None and self.complete:
+            newest = max(self.step_of[version] for version in self.complete)
+            most = min(most, (newest + 1 + settings.max_staleness) * settings.prompts)
+            assert len(kept) <= most, f"{len(kept)} groups are handed out, at most {most} may be"
         assert len(waiting) <= limit, f"{len(waiting)} groups are open, at most {limit} may be"
         if self.ended is None and not self.stopping:
-            self._check_nobody_idles(len(waiting) < limit and len(kept) < settings.steps * settings.prompts)
+            self._check_nobody_idles(len(waiting) < limit and len(kept) < most, len(kept))
 
-    def _check_nobody_idles(self, room: bool) -> None:
+    def _check_nobody_idles(self, room: bool, kept: int) -> None:
         """A rollout without work has the newest weights it can get, and there is none that it could be given."""
+        settings, anywhere = self.settings, room
         for rank, seen in self.rollouts.items():
-            if not seen.alive or seen.owned or (seen.pulling is not None and not seen.void):
+            if not seen.alive or seen.owned or seen.interrupting or (seen.pulling is not None and not seen.void):
                 continue
             held = self.tier.relays[seen.relay].held if seen.relay in self.tier.relays else []
             newest = max(held, default=None)
             assert newest is None or (seen.version is not None and seen.version >= newest), f"rollout {rank} is behind"
             if seen.version is None or seen.pulling is not None:
                 continue
+            assert not seen.paused, f"rollout {rank} has let go of trajectories and does not take them up"
+            room = anywhere
             if self.ahead is not None:
                 together = all(other.version == self.complete[-1] for other in self.rollouts.values() if other.alive)
                 everybody = len(self.rollouts) + len(self.given_up) >= self.settings.rollouts
                 room = room and together and everybody and self._cohort_is_open()
+            if settings.most_staleness is not None:
+                room = room and kept < (self.step_of[seen.version] + 1 + settings.max_staleness) * settings.prompts
             assert not room, f"rollout {rank} idles though prompts may be handed out"
 
     def _kept(self) -> list[int]:

@@ -196,7 +196,7 @@ REFUSED = [
     (RelayHolds(RELAY, 0, 1, 0.0, b""), "RelayHolds 1 from rank 2, .* names version 1, which was never broadcast"),
     (
         Finished(A, 0, 0, 4, 5, 9, Stop.LENGTH, Verdict.GRADED, 1.0),
-        "Finished 0 from rank 3, .* for trajectory 0 names version 4, it was begun under 0",
+        "Finished 0 from rank 3, .* for trajectory 0 names version 4, it is generated under 0",
     ),
 ]
 
@@ -222,7 +222,7 @@ def test_weights_other_than_those_asked_for_are_refused():
 def test_an_unknown_mode_sampler_or_eviction_is_refused_at_the_door():
     fields = {"steps": 1, "prompts": 1, "group_size": 2, "train_prompts": 1, "trainers": 1, "relays": 1, "rollouts": 1}
     with pytest.raises(
-        ConfigError, match=r"control\.mode: must be one of sync, one_step, stream, laminar, got 'turbo'"
+        ConfigError, match=r"control\.mode: must be one of sync, one_step, stream, partial, laminar, got 'turbo'"
     ):
         Controller(Settings(mode="turbo", **fields))
     with pytest.raises(ConfigError, match=r"control\.sampler"):

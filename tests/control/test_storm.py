@@ -19,7 +19,7 @@ from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.policy.modes import MODES
-from laminar_hpc.protocol.commands import HandOver, Pull, ReportMove, RestartTrainers
+from laminar_hpc.protocol.commands import HandOver, Interrupt, Pull, ReportMove, RestartTrainers, Settle
 from laminar_hpc.protocol.events import (
     Event,
     JobFailed,
@@ -46,7 +46,7 @@ def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
         group_size=draw(st.integers(2, 4)),
         minibatches=minibatches,
         ahead=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
-        eviction=draw(st.sampled_from(["none", "stale"])),
+        eviction=draw(st.sampled_from(["none", "stale", "wait"])),
         max_staleness=draw(st.integers(1, 2)),
         evaluation_every=draw(st.integers(0, 3)),
         evaluation_prompts=draw(st.integers(1, 9)),
@@ -277,6 +277,40 @@ def test_storms_have_moves_in_them_and_each_is_reported_once():
     assert endings["moved"] > 100
     assert min(endings["expected"], endings["actual"], endings["loaded"]) > 10
     assert min(endings["the source"], endings["nothing was"]) > 0
+
+
+def test_storms_have_interrupts_in_them():
+    """And trajectories under several versions, some as stale as the bound allows, through other attempts too."""
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        job = Settings(
+            mode="partial",
+            steps=12,
+            prompts=2,
+            group_size=2,
+            train_prompts=5,
+            trainers=1,
+            relays=2,
+            rollouts=3,
+            max_staleness=3,
+            checkpoint_every=2,
+            max_response_tokens=1000,
+        )
+        storm = Storm(job, Random(seed), calm=0.97, streaming=0.3)
+        storm.rage(3 * STORM_MOVES)
+        if seed % 2 and storm.cluster.controller.outcome is None:
+            storm.next_attempt()
+        storm.settle_down()
+        commands = [command for batch in storm.cluster.commands for command in batch]
+        seen["interrupts"] += sum(isinstance(command, Interrupt) for command in commands)
+        outcomes = [one for command in commands if isinstance(command, Settle) for one in command.trajectories]
+        for one in outcomes:
+            seen["mixed"] += one.spans > 1
+            seen["three versions"] += one.spans > 2
+            seen["prefilled"] += one.prefilled_tokens > 0
+            seen["at the bound"] += one.staleness_consumption == 3
+            assert one.newest_version >= one.version
+    assert min(seen.values()) >= 5, seen
 
 
 def test_storms_have_versions_in_them_that_are_loaded_again():

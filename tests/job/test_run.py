@@ -35,7 +35,8 @@ def finished(laminar: Laminar, **sections: dict[str, object]) -> Run:
     assert run.unreadable == []
     for check in run_checks(run):
         assert check.result is Result.HOLDS, check
-    if not len(run.table("moves")):  # a trajectory that was moved counts for the rollout that it ended at
+    stays = not len(run.table("moves")) and run.table("trajectories")["spans"].max() == 1
+    if stays:  # one that was moved counts for the rollout that it ended at, one that was interrupted also meanwhile
         busy_as_recorded(done.stdout, run)
     return run
 
@@ -97,6 +98,8 @@ def loaded_what_was_published(run: Run, versions: int, all_of_them: bool = False
         ("sync", 1, 1),
         pytest.param("laminar", 1, 1, marks=pytest.mark.slow),
         pytest.param("sync", 2, 3, marks=pytest.mark.slow),
+        pytest.param("one_step", 1, 2, marks=pytest.mark.slow),
+        pytest.param("stream", 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, trainers: int, relays: int) -> None:
@@ -129,6 +132,40 @@ def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, traine
         assert np.allclose(steps["kl_behaviour"][:1], 0, atol=0.05)
     for column in ("loss", "entropy", "clip_fraction_low", "clip_fraction_high", "kl_behaviour", "grad_norm"):
         assert np.all(np.isfinite(steps[column])), column
+
+
+def test_interrupted_trajectories_go_on_under_newer_weights_within_the_bound(laminar: Laminar) -> None:
+    """Mode partial: long responses, and steps of few of them."""
+    run = finished(
+        laminar,
+        job={"rollouts": 2},
+        control={"mode": "partial", "steps": 8, "max_staleness": 2},
+        rollout={"concurrency": 8, "slots": 8, "max_response_tokens": 160, "stream_interval_s": 0.05},
+        trainer={"correction": "decoupled"},
+        batch={"prompts": 2, "group_size": 4, "minibatches": 2},
+        evaluation={"every": 4},
+        record={"tokens": True},
+    )
+    replayed(run)
+    rows = run.table("trajectories")
+    train = rows[rows["purpose"] == TABLES["trajectories"].code("purpose", "train")]
+    mixed = train[train["spans"] > 1]
+    assert len(mixed) > 0
+    assert np.all(mixed["newest_version"] > mixed["version"])
+    assert np.all(mixed["prefilled_tokens"] > mixed["prompt_tokens"])
+    assert np.all(train["staleness_consumption"] <= 2)
+    versions: dict[int, list[int]] = {}
+    tokens: dict[int, int] = {}
+    for block in run.tokens():
+        tokens[block.trajectory] = tokens.get(block.trajectory, 0) + len(block.tokens)
+        if block.version is not None:
+            versions.setdefault(block.trajectory, []).append(block.version)
+    for row in train:
+        mine = versions[int(row["trajectory"])]
+        assert mine == sorted(mine)
+        assert (mine[-1], len(set(mine))) == (row["newest_version"], row["spans"])
+        assert mine[0] >= row["version"]  # newer where it was interrupted before its first token
+        assert tokens[int(row["trajectory"])] == row["prompt_tokens"] + row["response_tokens"]
 
 
 def test_a_jsonl_task_with_a_verifier_and_the_report(laminar: Laminar) -> None:

@@ -31,7 +31,7 @@ def test_stale_evicts_what_is_older_than_the_limit():
     ("make", "message"),
     [
         (lambda: make_sampler("lifo"), "control.sampler: must be one of fifo, got 'lifo'"),
-        (lambda: make_eviction("old", 1), "control.eviction: must be one of none, stale, got 'old'"),
+        (lambda: make_eviction("old", 1), "control.eviction: must be one of none, stale, wait, got 'old'"),
     ],
 )
 def test_unknown_names_are_refused_with_the_valid_ones(make, message):

@@ -128,8 +128,7 @@ while not (named and all(flow.over for flow in incoming) and not outgoing.sends 
         flow.poll()
     outgoing.poll()
     for rank in mail.lost():
-        if rank != VICTIM:
-            continue  # it has said goodbye, or is waited for in vain
+        assert rank == VICTIM
         say("named")
         named = True
         transport.forget(rank)
