@@ -149,7 +149,8 @@ def _start_once(
     config: Config, arguments: list[str], allocation: Allocation | None, interrupts: _Interrupts, console: Console
 ) -> int | None:
     """Start mpiexec and follow it to its end; its exit code."""
-    job = Launch(_line(config, arguments, allocation), environment(os.environ))
+    variables = environment(os.environ if allocation is None else allocation.environment(os.environ))
+    job = Launch(_line(config, arguments, allocation), variables)
     try:
         _follow(job, config, interrupts, console)
     finally:

@@ -28,6 +28,9 @@ PROBE_S = 10.0
 COMMAND_S = 30.0
 """How long Slurm's controller has to answer."""
 
+PER_TASK = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
+"""What a daemon of mpiexec, which is one task of its step, must not be held to: all CPUs of the node are for its ranks."""
+
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -99,6 +102,10 @@ class Allocation:
     def options(self) -> list[str]:
         """What mpiexec has to be told, so that its daemons start beside the batch script and can be found."""
         return ["--prtemca", "plm_slurm_args", f"--overlap --job-name={self._step}"]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The environment for mpiexec, made from `base`."""
+        return {name: value for name, value in base.items() if name not in PER_TASK}
 
     def _cancel_steps(self) -> None:
         with contextlib.suppress(ConfigError):  # of a controller that does not answer: then no node does

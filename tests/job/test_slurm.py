@@ -27,7 +27,7 @@ OVER_S = 500.0
 NODE_DOWN_S = 90.0
 
 SCRIPT = """#!/bin/bash
-#SBATCH --ntasks-per-node=2 --no-kill --requeue --open-mode=append --signal=B:TERM@60
+#SBATCH --ntasks-per-node=2 --cpus-per-task=2 --no-kill --requeue --open-mode=append --signal=B:TERM@60
 start=(run {config})
 if [[ -d {run_dir} ]]; then start=(resume {run_dir}); fi
 {laminar} "${{start[@]}}" &

@@ -119,6 +119,11 @@ def test_the_mpiexec_line_names_each_node_and_its_ranks() -> None:
     ]
 
 
+def test_a_daemon_is_not_held_to_the_cpus_of_one_rank() -> None:
+    allocation = Allocation("7", nodes(5, 5))
+    assert allocation.environment({"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "7"}) == {"SLURM_JOB_ID": "7"}
+
+
 def test_an_allocation_that_can_never_hold_the_job_says_what_it_lacks() -> None:
     with pytest.raises(ConfigError) as refused:
         Allocation("7", nodes(4, 4, 4)).hosts(CONFIG)
@@ -137,7 +142,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's programs: `squeue` knows steps of several names, `srun` fails on n2 and never ends on n4, all is logged."""
+    """Slurm's programs: `squeue` knows steps of several names, `srun` fails on n2 and never ends on n3, all is logged."""
     folder, log = tmp_path / "bin", tmp_path / "log"
     folder.mkdir()
     program(folder, "scontrol", f'echo "$@" >> {log}; printf "n1\\nn2\\nn3\\nn4\\n"')
@@ -147,7 +152,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'printf "7.0 laminar-{os.getpid()}\\n7.1 prted\\n7.batch batch\\n7.3 laminar-{os.getpid()}\\n"',
     )
     program(folder, "scancel", f'echo scancel "$@" >> {log}')
-    program(folder, "srun", 'case "$*" in *nodelist=n2*) exit 1;; *nodelist=n4*) exec cat /dev/zero > /dev/null;; esac')
+    program(folder, "srun", 'case "$*" in *nodelist=n2*) exit 1;; *nodelist=n3*) exec cat /dev/zero > /dev/null;; esac')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return log
 
@@ -177,14 +182,14 @@ def test_nodes_that_do_not_answer_in_time_are_left_out_and_dead_steps_are_cancel
     monkeypatch.setattr(slurm, "PROBE_S", 1.0)
     allocation = Allocation("7", nodes(5, 5, 5, 5))
     began_s = time.monotonic()
-    assert allocation.look() == ["n2", "n4"]
+    assert allocation.look() == ["n2", "n3"]
     assert time.monotonic() - began_s < 10.0
     assert commands.read_text() == "scancel 7.0 7.3\n"
-    assert allocation.silent == ["n2", "n4"]
+    assert allocation.silent == ["n2", "n3"]
     assert allocation.look() == []  # they are known
     with pytest.raises(ConfigError) as refused:
         allocation.hosts(CONFIG)
-    assert str(refused.value) == "2 of 4 nodes answer, the job needs 3; no answer from n2, n4"
+    assert str(refused.value) == "2 of 4 nodes answer, the job needs 3; no answer from n2, n3"
 
 
 def test_slurm_without_its_programs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
