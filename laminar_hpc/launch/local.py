@@ -86,7 +86,8 @@ def _run(config: Config, attempt: int | None, begins_with: int, allocation: Allo
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
         _look(allocation, console)
-        status = _attempt(config, attempt, allocation, interrupts, console)
+        opening = f"starting {config.job.ranks} ranks; engines and trainers take a while to load"
+        status = _attempt(config, attempt, opening, allocation, interrupts, console)
         for relaunch in range(1, config.job.relaunches + 1):
             if status.state not in ("failed", "stalled") or interrupts.received is not None:
                 break
@@ -99,9 +100,9 @@ def _run(config: Config, attempt: int | None, begins_with: int, allocation: Allo
             if not _look(allocation, console) and saved_step <= begins_with:
                 break
             begins_with = saved_step
-            why = f"it has {status.state}: {status.reason}"
-            console.print(f"starting again, {relaunch} of at most {config.job.relaunches} times: {why}", markup=False)
-            status = _attempt(config, attempt, allocation, interrupts, console)
+            times = f"{relaunch} of at most {config.job.relaunches} times"
+            opening = f"starting again, {times}: it has {status.state}: {status.reason}"
+            status = _attempt(config, attempt, opening, allocation, interrupts, console)
     print_summary(status, config.run_dir, console)
     if status.state == "finished":
         return 0
@@ -127,7 +128,12 @@ def _again(config: Config, attempt: int) -> list[str]:
 
 
 def _attempt(
-    config: Config, attempt: int | None, allocation: Allocation | None, interrupts: _Interrupts, console: Console
+    config: Config,
+    attempt: int | None,
+    opening: str,
+    allocation: Allocation | None,
+    interrupts: _Interrupts,
+    console: Console,
 ) -> Status:
     """Start the job once and follow it to its end; its last status. That is "requeue" where too few nodes answer."""
     if allocation is not None:
@@ -135,9 +141,9 @@ def _attempt(
             hosts = allocation.hosts(config)
         except ConfigError as error:
             return _ended(config, "requeue", str(error))
-        console.print("on " + ", ".join(f"{name} ({ranks} ranks)" for name, ranks in hosts), soft_wrap=True)
+        opening += "; on " + ", ".join(f"{name} ({ranks} ranks)" for name, ranks in hosts)
+    console.print(opening, markup=False, soft_wrap=True)
     arguments = ["--run-dir", config.run_dir] if attempt is None else _again(config, attempt)
-    console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
     exit_code = _start_once(config, arguments, allocation, interrupts, console)
     if exit_code == LAUNCHER_FAILED and interrupts.received is None:
         console.print("mpiexec could not start itself; trying once more")

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 from laminar_command import wait_until
@@ -26,11 +27,11 @@ _CONF = """
 ClusterName=laminar
 SlurmctldHost={controller}({address})
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket,cred_expire=5
+AuthInfo=socket={state}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool-%n
+StateSaveLocation={state}
+SlurmdSpoolDir={state}/%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/%n.pid
 SlurmctldLogFile={directory}/slurmctld.log
@@ -62,10 +63,14 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """`nodes` compute nodes of `cpus` CPUs each; a context manager, at whose end none of its processes is left."""
+    """`nodes` compute nodes of `cpus` CPUs each; a context manager, at whose end none of its processes is left.
+
+    `directory` is for its config and its logs.
+    """
 
     def __init__(self, directory: Path, nodes: int, cpus: int) -> None:
         self.directory = directory
+        self._state = Path(tempfile.mkdtemp(prefix="slurm-"))  # a socket's path has at most 108 characters
         self._cpus = cpus
         self._hosts = Hosts(nodes + 1, "1gbit")
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -89,6 +94,7 @@ class SlurmCluster:
         for daemon in self._daemons:
             daemon.kill()
             daemon.wait()
+        shutil.rmtree(self._state, ignore_errors=True)
 
     def login(self, *command: str) -> str:
         """What a command on the login node prints; AssertionError where it fails."""
@@ -114,19 +120,19 @@ class SlurmCluster:
 
     def _start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        key = self.directory / "munge.key"
+        key = self._state / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         lines = [
             f"NodeName={name} NodeAddr={self._hosts.address(index + 1)} CPUs={self._cpus} RealMemory=4000"
             for index, name in enumerate(self.nodes)
         ]
-        (self.directory / "state").mkdir()
         (self.directory / "slurm.conf").write_text(
             _CONF.format(
                 controller=self._hosts.names[0],
                 address=self._hosts.address(0),
                 directory=self.directory,
+                state=self._state,
                 nodes="\n".join(lines),
             )
         )
@@ -135,13 +141,13 @@ class SlurmCluster:
         wait_until(self._socket.exists, UP_S, f"munged; see {self.directory}")
         self._daemon(*self._on(0, "slurmctld", "-D", "-i"))
         for name in self.nodes:
-            (self.directory / f"spool-{name}").mkdir()
+            (self._state / name).mkdir()
             self.start_node(name)
         wait_until(self._all_idle, UP_S, f"all nodes idle; see {self.directory}")
 
     @property
     def _socket(self) -> Path:
-        return self.directory / "munge.socket"
+        return self._state / "munge.socket"
 
     def _on(self, host: int, *command: str) -> list[str]:
         """The command line that runs a command on a host, under that host's name."""
