@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
-        help="train: start the job on this machine and follow it to its end",
+        help="train: start the job, on this machine or this Slurm allocation's nodes, and follow it to its end",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="keys and their defaults:\n" + "\n".join(f"  {line}" for line in key_lines()),
     )
@@ -122,32 +122,32 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from laminar_hpc.launch.local import dry_run, run
-    from laminar_hpc.launch.mpiexec import check_machine
-    from laminar_hpc.runtime.check import check_memory_here, check_run
+    from laminar_hpc.launch.local import check_place, dry_run, run
+    from laminar_hpc.launch.slurm import open_allocation
+    from laminar_hpc.runtime.check import check_run
 
     config = load_config(options.config, options.overrides)
+    allocation = open_allocation(os.environ)
     if options.dry_run:
         words = [word for override in options.overrides for word in ("--set", override)]
-        return dry_run(config, ["--config", options.config, *words])
-    check_machine(config)
+        return dry_run(config, ["--config", options.config, *words], allocation)
     check_run(config)
-    check_memory_here(config)
-    return run(config)
+    check_place(config, allocation)
+    return run(config, allocation)
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from laminar_hpc.launch.local import check_resumable, resume
-    from laminar_hpc.launch.mpiexec import check_machine
+    from laminar_hpc.launch.local import check_place, check_resumable, resume
+    from laminar_hpc.launch.slurm import open_allocation
     from laminar_hpc.record.paths import read_config
-    from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
+    from laminar_hpc.runtime.check import check_parts, resumed
 
     config = read_config(os.path.abspath(options.run_dir))
     check_resumable(config.run_dir)
-    check_machine(config)
+    allocation = open_allocation(os.environ)
     check_parts(config)
-    check_memory_here(config)
-    return resume(config, *resumed(config))
+    check_place(config, allocation)
+    return resume(config, *resumed(config), allocation)
 
 
 def _simulate(options: argparse.Namespace) -> int:

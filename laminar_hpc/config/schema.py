@@ -55,7 +55,8 @@ class Job(Section):
     """How often, within ten minutes, a rollout starts its engine again before the job ends; and how often the trainers' workers
     are, which needs `checkpoint.every`."""
     relaunches: Count = 3
-    """How often `laminar run` starts a job again that has failed or stalled, from a checkpoint that this start of it made."""
+    """How often `laminar run` starts a job again that has failed or stalled, from a checkpoint that this start of it made; or
+    that has lost a node of its Slurm allocation, from the newest one."""
 
     @property
     def ranks(self) -> int:

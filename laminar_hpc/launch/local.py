@@ -1,4 +1,4 @@
-"""`laminar run` and `laminar resume`: start the job on this machine, show how it goes, say how it ended."""
+"""`laminar run` and `laminar resume`: start the job, here or in this allocation, show how it goes, say how it ended."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from rich.console import Console
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError, RecordError
 from laminar_hpc.launch.mpiexec import Launch, check_machine, command_line, environment, open_mpi_settings, srun_line
+from laminar_hpc.launch.slurm import Allocation
+from laminar_hpc.launch.summary import print_summary
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.paths import RunPaths, check_new_run_dir, create_run_dir
-from laminar_hpc.record.status import EXIT_REQUEUE, MOST_LAG, Status, read_status, was_killed, write_status
+from laminar_hpc.record.status import EXIT_REQUEUE, Status, read_status, was_killed, write_status
 from laminar_hpc.runtime.check import check_memory_here, check_parts, resumed
 
 EXIT_FAILED = 1
@@ -37,39 +39,55 @@ LAST_WORD_S = 5.0
 """After mpiexec has ended: how long the manager, if it still lives, has to say why."""
 
 
-def run(config: Config) -> int:
+def check_place(config: Config, allocation: Allocation | None) -> None:
+    """ConfigError where the job does not fit where it is to run: onto the nodes of an allocation, or (None) this machine."""
+    if allocation is not None:
+        allocation.hosts(config)
+        return
+    check_machine(config)
+    check_memory_here(config)
+
+
+def run(config: Config, allocation: Allocation | None = None) -> int:
     """Make the run directory, and run the job to its end; the exit code is 0 where its status file says "finished".
 
-    It is 75 (EX_TEMPFAIL) where the job was asked to stop and can be resumed.
+    It is 75 (EX_TEMPFAIL) where the job can be resumed: it was asked to stop, or too few nodes of its allocation are left.
     """
     create_run_dir(config)
-    return _run(config, ["--run-dir", config.run_dir], begins_with=0)
+    return _run(config, None, 0, allocation)
 
 
-def resume(config: Config, attempt: int, saved: Resume | None) -> int:
+def resume(config: Config, attempt: int, saved: Resume | None, allocation: Allocation | None = None) -> int:
     """Start attempt `attempt` at a run, which goes on from `saved`; exit codes as of `run`."""
-    return _run(config, _again(config, attempt), begins_with=0 if saved is None else saved.step)
+    return _run(config, attempt, 0 if saved is None else saved.step, allocation)
 
 
 def check_resumable(run_dir: str) -> None:
-    """ConfigError where the run is going on, as far as its status file and this host tell."""
+    """ConfigError where the run is going on, as far as its status file and this host tell.
+
+    Slurm starts a batch job again only after its nodes are clear of its last start, whatever that could not write any more.
+    """
     try:
         status = read_status(run_dir)
     except RecordError as error:
         raise ConfigError(str(error)) from error
-    if status is not None and not status.over and not was_killed(status):
+    starts_again = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    if status is not None and not status.over and not was_killed(status) and not starts_again:
         raise ConfigError(f"{run_dir}: the run is going on: process {status.pid} on {status.host} says so")
 
 
-def _run(config: Config, arguments: list[str], begins_with: int) -> int:
+def _run(config: Config, attempt: int | None, begins_with: int, allocation: Allocation | None) -> int:
     """Run attempts at the job, which begins with the weights of step `begins_with`, until one ends as it should.
 
-    One that fails is followed by another where it has made a checkpoint: so what fails every time is not tried for ever.
+    `attempt` is the number of the first one, None where the run is new. One that fails is followed by another where it has
+    made a checkpoint, or where a node is lost: so what fails every time is not tried for ever.
     """
     console = Console(highlight=False)
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)
     with _Interrupts() as interrupts:
-        status = _attempt(config, arguments, interrupts, console)
+        _look(allocation, console)
+        opening = f"starting {config.job.ranks} ranks; engines and trainers take a while to load"
+        status = _attempt(config, attempt, opening, allocation, interrupts, console)
         for relaunch in range(1, config.job.relaunches + 1):
             if status.state not in ("failed", "stalled") or interrupts.received is not None:
                 break
@@ -78,18 +96,27 @@ def _run(config: Config, arguments: list[str], begins_with: int) -> int:
             except ConfigError as error:
                 console.print(f"laminar: cannot be started again: {error}", markup=False, soft_wrap=True)
                 break
-            if saved is None or saved.step <= begins_with:
+            saved_step = 0 if saved is None else saved.step
+            if not _look(allocation, console) and saved_step <= begins_with:
                 break
-            begins_with = saved.step
-            why = f"it has {status.state}: {status.reason}"
-            console.print(f"starting again, {relaunch} of at most {config.job.relaunches} times: {why}", markup=False)
-            status = _attempt(config, _again(config, attempt), interrupts, console)
-    _print_summary(status, config.run_dir, console)
+            begins_with = saved_step
+            times = f"{relaunch} of at most {config.job.relaunches} times"
+            opening = f"starting again, {times}: it has {status.state}: {status.reason}"
+            status = _attempt(config, attempt, opening, allocation, interrupts, console)
+    print_summary(status, config.run_dir, console)
     if status.state == "finished":
         return 0
     if status.state == "requeue":
         return EXIT_REQUEUE
     return EXIT_INTERRUPTED if interrupts.received else EXIT_FAILED
+
+
+def _look(allocation: Allocation | None, console: Console) -> bool:
+    """Whether a node of the allocation has stopped to answer."""
+    lost = [] if allocation is None else allocation.look()
+    if lost:
+        console.print(f"no answer from {', '.join(lost)}", markup=False, soft_wrap=True)
+    return bool(lost)
 
 
 def _again(config: Config, attempt: int) -> list[str]:
@@ -100,19 +127,36 @@ def _again(config: Config, attempt: int) -> list[str]:
     return ["--run-dir", config.run_dir, "--resume"]
 
 
-def _attempt(config: Config, arguments: list[str], interrupts: _Interrupts, console: Console) -> Status:
-    """Start the job once and follow it to its end; its last status."""
-    console.print(f"starting {config.job.ranks} ranks; engines and trainers take a while to load")
-    exit_code = _start_once(config, arguments, interrupts, console)
+def _attempt(
+    config: Config,
+    attempt: int | None,
+    opening: str,
+    allocation: Allocation | None,
+    interrupts: _Interrupts,
+    console: Console,
+) -> Status:
+    """Start the job once and follow it to its end; its last status. That is "requeue" where too few nodes answer."""
+    if allocation is not None:
+        try:
+            hosts = allocation.hosts(config)
+        except ConfigError as error:
+            return _ended(config, "requeue", str(error))
+        opening += "; on " + ", ".join(f"{name} ({ranks} ranks)" for name, ranks in hosts)
+    console.print(opening, markup=False, soft_wrap=True)
+    arguments = ["--run-dir", config.run_dir] if attempt is None else _again(config, attempt)
+    exit_code = _start_once(config, arguments, allocation, interrupts, console)
     if exit_code == LAUNCHER_FAILED and interrupts.received is None:
         console.print("mpiexec could not start itself; trying once more")
-        exit_code = _start_once(config, arguments, interrupts, console)
+        exit_code = _start_once(config, arguments, allocation, interrupts, console)
     return _last_status(config, exit_code, interrupts.received)
 
 
-def _start_once(config: Config, arguments: list[str], interrupts: _Interrupts, console: Console) -> int | None:
+def _start_once(
+    config: Config, arguments: list[str], allocation: Allocation | None, interrupts: _Interrupts, console: Console
+) -> int | None:
     """Start mpiexec and follow it to its end; its exit code."""
-    job = Launch(command_line(config, arguments), environment(os.environ))
+    variables = environment(os.environ if allocation is None else allocation.environment(os.environ))
+    job = Launch(_line(config, arguments, allocation), variables)
     try:
         _follow(job, config, interrupts, console)
     finally:
@@ -120,8 +164,14 @@ def _start_once(config: Config, arguments: list[str], interrupts: _Interrupts, c
     return job.poll()
 
 
-def dry_run(config: Config, arguments: list[str]) -> int:
-    """Print how many ranks the job has and what starts it, under Slurm and here. `arguments` are those of jobs/train.py.
+def _line(config: Config, arguments: list[str], allocation: Allocation | None) -> list[str]:
+    if allocation is None:
+        return command_line(config, arguments)
+    return command_line(config, arguments, allocation.hosts(config), allocation.options())
+
+
+def dry_run(config: Config, arguments: list[str], allocation: Allocation | None = None) -> int:
+    """Print how many ranks the job has and what starts it, by srun and from here. `arguments` are those of jobs/train.py.
 
     ConfigError for what would be wrong anywhere; what is in the way on this machine alone, or may be gone until the job
     starts, is a note.
@@ -130,11 +180,12 @@ def dry_run(config: Config, arguments: list[str]) -> int:
     print(shlex.join(srun_line(config, arguments)))
     check_parts(config)
     try:
-        line = command_line(config, arguments)
+        line = _line(config, arguments, allocation)
         print(shlex.join(["env", *(f"{name}={value}" for name, value in open_mpi_settings().items()), *line]))
     except ConfigError as error:
         print(f"note: {error}")
-    for check in (check_machine, check_memory_here, lambda config: check_new_run_dir(config.run_dir)):
+    here = (check_machine, check_memory_here) if allocation is None else ()
+    for check in (*here, lambda config: check_new_run_dir(config.run_dir)):
         try:
             check(config)
         except ConfigError as error:
@@ -167,7 +218,7 @@ def _follow(job: Launch, config: Config, interrupts: _Interrupts, console: Conso
     """Pass on what the job prints, with the state of the run below it on a terminal, until mpiexec has ended."""
     interrupted_at: float | None = None
     run_dir = config.run_dir
-    over_since = time.monotonic()
+    begun = over_since = time.monotonic()
     live = console.status("starting") if console.is_terminal else contextlib.nullcontext()
     with selectors.DefaultSelector() as selector, live as display:
         selector.register(job.output, selectors.EVENT_READ)
@@ -189,6 +240,8 @@ def _follow(job: Launch, config: Config, interrupts: _Interrupts, console: Conso
                 over_since = now
             elif now - over_since > LEAVING_S:
                 job.end(signal.SIGKILL)  # the job says that it is over, but mpiexec does not end
+            if not _is_up(status) and now - begun > config.job.start_timeout_s:
+                job.end(signal.SIGKILL)  # a node was lost in the very moment, and mpiexec waits for it
             if interrupts.received is not None:
                 if interrupted_at is None:
                     interrupted_at = now
@@ -220,6 +273,11 @@ def _status(run_dir: str) -> Status | None:
         return None
 
 
+def _is_up(status: Status | None) -> bool:
+    """Whether the manager has written this status, and not this program for it."""
+    return status is not None and status.pid != os.getpid()
+
+
 def _last_status(config: Config, exit_code: int | None, interrupted: signal.Signals | None) -> Status:
     """What the status file says in the end; where no rank could say it, it is said here."""
     deadline = time.monotonic() + LAST_WORD_S
@@ -230,38 +288,18 @@ def _last_status(config: Config, exit_code: int | None, interrupted: signal.Sign
     if status is not None and status.over:
         return status
     reason = f"mpiexec ended with exit code {exit_code} and no rank said why; see {RunPaths(config.run_dir).logs}"
+    if not _is_up(status) and exit_code == -signal.SIGKILL:
+        reason = f"no rank has come up within job.start_timeout_s = {config.job.start_timeout_s:g} s"
     if interrupted is not None:
         reason = f"{interrupted.name} before the job could end in order"
-    status = status or Status.blank()
-    status.state = "failed" if interrupted is None else "interrupted"
-    status.reason = reason
+    return _ended(config, "failed" if interrupted is None else "interrupted", reason)
+
+
+def _ended(config: Config, state: str, reason: str) -> Status:
+    """Write down how the run ended, where no rank can."""
+    status = _status(config.run_dir) or Status.blank()
+    status.state, status.reason = state, reason
     status.updated_s = status.ended_s = time.time()
     with contextlib.suppress(RecordError):  # a full disk: what is printed is all that is left
         write_status(config.run_dir, status)
     return status
-
-
-def _print_summary(status: Status, run_dir: str, console: Console) -> None:
-    seconds = (status.ended_s or status.updated_s) - status.started_s
-    rows = [
-        ("outcome", f"{status.state}: {status.reason}"),
-        ("time", f"{seconds:.0f} s, {status.step} of {status.steps} steps"),
-        ("reward", f"{_figure(status.reward)} in the last step"),
-        ("accuracy", f"{_figure(status.first_accuracy)} at first, {_figure(status.last_accuracy)} at last (held-out)"),
-        ("record", run_dir),
-    ]
-    if status.lag is not None:
-        rows.insert(-1, ("pace", pace_line(status)))
-    for name, text in rows:
-        console.print(f"{name:>9}: {text}", markup=False, soft_wrap=True)
-
-
-def pace_line(status: Status) -> str:
-    """By how much emulated time lagged, of a run that has some."""
-    lag, worst = status.lag or 0.0, status.lag_of_worst_rank or 0.0
-    text = f"emulated time lagged by {lag:.2%}, on the worst rank by {worst:.2%}"
-    return f"{text}; more than {MOST_LAG:.0%}: its times do not count" if worst > MOST_LAG else text
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""The `mpiexec` line for a config on this machine, and a child process that runs it to its end."""
+"""The `mpiexec` line for a config, on this machine or on nodes of an allocation, and a child process that runs it to its end."""
 
 from __future__ import annotations
 
@@ -42,19 +42,26 @@ def ranks_by_node(config: Config) -> list[tuple[str, int]]:
     return nodes
 
 
-def command_line(config: Config, arguments: list[str]) -> list[str]:
-    """The whole command that starts the job on this machine, on one node or several emulated ones.
+def command_line(
+    config: Config,
+    arguments: list[str],
+    hosts: list[tuple[str, int]] | None = None,
+    options: list[str] | None = None,
+) -> list[str]:
+    """The whole command that starts the job: on these hosts with so many ranks each, in rank order, or on this machine alone.
 
-    `arguments` are those of jobs/train.py.
+    `arguments` are those of jobs/train.py, `options` more of mpiexec's. On this machine, several nodes are emulated ones.
     """
     program = _program(arguments)
-    line = [find_mpiexec(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe"]
-    contexts = ranks_by_node(config)
+    line = [find_mpiexec(), "--with-ft", "ulfm", "--bind-to", "none", "--oversubscribe", *(options or ())]
+    contexts = ranks_by_node(config) if hosts is None else hosts
     for index, (node, ranks) in enumerate(contexts):
         if index:
             line.append(":")
         line += ["-n", str(ranks)]
-        if len(contexts) > 1:
+        if hosts is not None:
+            line += ["--host", node]
+        elif len(contexts) > 1:
             line += ["-x", f"{NODE_VARIABLE}={node}"]
         line += program
     return line
@@ -88,7 +95,7 @@ def check_machine(config: Config) -> None:
 
 
 def open_mpi_settings() -> dict[str, str]:
-    """Environment variables that Open MPI needs on one machine whose cores are shared."""
+    """Environment variables that Open MPI needs where cores are shared, and where the job is to outlive a rank: not UCX."""
     settings = {
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,sm,tcp",
@@ -122,7 +129,7 @@ class Launch:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
     @property
@@ -149,7 +156,7 @@ class Launch:
                 os.killpg(self._process.pid, number)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Linux: a signal for this process when its parent dies."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

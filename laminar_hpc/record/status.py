@@ -16,7 +16,7 @@ RUNNING = "running"
 STATES = (RUNNING, "finished", "stopped", "requeue", "failed", "stalled", "interrupted")
 """How a run can stand. All but the first are ends; those from finished to stalled are the outcomes of `EndJob`.
 
-"requeue": it was asked to stop, has written a checkpoint, and is to be resumed.
+"requeue": it is to be resumed: it was asked to stop and has written a checkpoint, or too few nodes are left to go on with.
 """
 
 EXIT_REQUEUE = 75

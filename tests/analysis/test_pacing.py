@@ -8,7 +8,7 @@ from typing import Any
 
 from laminar_hpc.analysis import tables
 from laminar_hpc.analysis.checks import warnings
-from laminar_hpc.launch.local import pace_line
+from laminar_hpc.launch.summary import pace_line
 from laminar_hpc.record.status import Status
 
 MakeLedger = Callable[..., Any]

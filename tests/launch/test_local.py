@@ -20,7 +20,7 @@ def test_an_mpiexec_that_cannot_start_itself_is_started_once_more(
     config = Config(run_dir=str(tmp_path / "run"), model={"path": "model"}, checkpoint={"on_stop": False})
     started = []
 
-    def program(_config: Config, _arguments: list[str]) -> list[str]:
+    def program(_config: Config, *_: object) -> list[str]:
         started.append(len(started))
         if len(started) <= failures:
             return [sys.executable, "-c", f"raise SystemExit({local.LAUNCHER_FAILED})"]
