@@ -6,7 +6,8 @@ is one whose receive was cancelled: it is taken in and thrown away, or else its 
 
 A receive that has begun to fill its buffer cannot be cancelled: MPI owns the buffer until the sender has sent the rest or
 is found dead. Over shared memory the rest is there at once; over TCP, where a sender stops in the middle of a message, the
-receive is not done, and its buffer not to be used, for as long as that rank is stopped.
+receive is not done, and its buffer not to be used, for as long as that rank is stopped. A send cannot be cancelled at all: what
+was begun before a link broke may be read from the buffer when the link is there again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class MpiTransport:
         self._comm = world.transfers
         self._tags = itertools.cycle(range(int(self._comm.Get_attr(world.mpi.TAG_UB) or _EVERY_MPIS_LAST_TAG) + 1))
         self._under_way: set[_MpiTransfer] = set()
-        self._abandoned: list[tuple[MPI.Request, NDArray[np.uint8]]] = []  # MPI may still touch the memory
+        self._strays: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
         self._next_sweep_s = 0.0
 
     def register(self, memory: NDArray[np.uint8]) -> None:
@@ -94,10 +95,12 @@ class MpiTransport:
             self._world.dead(now=True)
             if not self._world.tells_of_death(error):
                 raise ProtocolError(f"rank {self.rank}: receiving weights from any rank failed: {error}") from error
-        self._abandoned = [item for item in self._abandoned if not self._is_over(item[0])]
+        self._strays = [stray for stray in self._strays if not self._is_over(stray[0])]
 
     def close(self) -> None:
-        """Nothing was registered."""
+        """MPI keeps the memory of what is under way until it ends itself."""
+        self._world.keep(transfer._buffer for transfer in self._under_way)
+        self._world.keep(memory for _, memory in self._strays)
 
     def _take_stray(self) -> bool:
         mpi = self._world.mpi
@@ -106,7 +109,7 @@ class MpiTransport:
         if message is None:
             return False
         scratch = np.empty(status.Get_count(mpi.BYTE), dtype=np.uint8)
-        self._abandoned.append((message.Irecv((scratch, mpi.BYTE)), scratch))
+        self._strays.append((message.Irecv((scratch, mpi.BYTE)), scratch))
         return True
 
     def _is_over(self, request: MPI.Request) -> bool:
@@ -190,10 +193,8 @@ class _Send(_MpiTransfer):
     doing = "sending weights to"
 
     def give_up(self) -> None:
-        """Nobody waits any more for MPI to be done with it: it cannot be taken back."""
-        if self._request is not None and not self._is_finished(self._request):
-            self._transport._abandoned.append((self._request, self._buffer))
-            self._end(self._loss())
+        """Wait for what MPI says: a send cannot be taken back."""
+        self._given_up = self._request is not None
 
 
 class _Receive(_MpiTransfer):

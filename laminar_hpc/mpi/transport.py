@@ -71,8 +71,8 @@ class Transport(Protocol):
     def forget(self, rank: int) -> None:
         """`rank` counts as gone: all transfers with it that are not done end in PeerLost. Later ones are as any other.
 
-        It may be alive, stopped or cut off, and wake up. A send then ends at once, and what its buffer holds later may
-        still reach the other rank, which has no use for it. A receive ends when nothing can touch its buffer any more.
+        It may be alive, stopped or cut off, and wake up. So they end when nothing reads from the buffer, or writes to it, any
+        more, which may be never.
         """
 
     def poll(self) -> None:

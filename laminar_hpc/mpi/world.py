@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import os
 import time
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from laminar_hpc.errors import ProtocolError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import NDArray
 
 NODE_VARIABLE = "LAMINAR_NODE"
 """Where a launcher sets it, ranks with the same value are on the same node, whatever memory they share."""
@@ -61,6 +63,7 @@ class World:
         self.library: str = mpi.Get_library_version().partition("\0")[0].strip()
         self.survives_failures: bool = _survives_failures(mpi, comm)
         """Whether the other ranks go on when one dies."""
+        self._kept: list[NDArray[np.uint8]] = []
         self._dead: frozenset[int] = frozenset()
         self._next_look_s = 0.0
         self._nodes, self._switches = self._gather_nodes()
@@ -106,6 +109,10 @@ class World:
             mpi.ERR_PROC_FAILED_PENDING,
             mpi.ERR_REVOKED,
         )
+
+    def keep(self, memory: Iterable[NDArray[np.uint8]]) -> None:
+        """Keep what MPI may still read from or write to, until the process ends."""
+        self._kept.extend(memory)
 
     def finish(self, clean: bool, timeout_s: float) -> bool:
         """Leave the job: True when MPI is finalised, False when the caller must end the process with `os._exit`.

@@ -55,6 +55,32 @@ class KeptMappings:
         return self._mapped[offset, nbytes]
 
 
+class WritableMappings:
+    """Writable mappings of memory that is filled again and again, and may grow: what a trainer's worker fills for its driver."""
+
+    def __init__(self, prepare: Callable[[NDArray[np.uint8]], object] = lambda _memory: None) -> None:
+        """`prepare` is called once for each new mapping, to pin it for instance."""
+        self._prepare = prepare
+        self._mapped: dict[str, list[NDArray[np.uint8]]] = {}
+
+    def view(self, path: str, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The `nbytes` from `offset` on of the file at `path`; where it has grown, what was added lies in none but new bytes.
+
+        OSError where there is no such file, ValueError where it is too short.
+        """
+        mapped = self._mapped.setdefault(path, [])
+        if not mapped or offset + nbytes > sum(memory.nbytes for memory in mapped):
+            mapped.append(map_for_good(path, sum(memory.nbytes for memory in mapped)))
+            self._prepare(mapped[-1])
+        for memory in mapped:
+            if offset < memory.nbytes:
+                break
+            offset -= memory.nbytes
+        if offset + nbytes > memory.nbytes:
+            raise ValueError(f"{path} has no {nbytes} bytes there")
+        return memory[offset : offset + nbytes]
+
+
 def still_lent(path: str, stamp_offset: int, stamp: int) -> bool:
     """Whether what was read under a lease was not written over meanwhile: its stamp (weights/image.py) is what it was.
 
@@ -70,18 +96,21 @@ def still_lent(path: str, stamp_offset: int, stamp: int) -> bool:
         os.close(fd)
 
 
-def map_for_good(path: str) -> NDArray[np.uint8]:
-    """All of the file at `path`, writable, with every page there already: what a trainer's worker fills for its driver.
+def map_for_good(path: str, begin: int = 0) -> NDArray[np.uint8]:
+    """All of the file at `path` from byte `begin` on (of a page), writable, with every page there already.
+
+    It is what a trainer's worker fills for its driver.
 
     The mapping goes with the last view. A page that is first touched when weights are written would cost more than its
     bytes do.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        size = os.fstat(fd).st_size
-        if size == 0:
+        size = os.fstat(fd).st_size - begin
+        if size <= 0:
             return np.empty(0, dtype=np.uint8)
-        mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        flags, protection = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = mmap.mmap(fd, size, flags=flags, prot=protection, offset=begin)
     finally:
         os.close(fd)
     return np.frombuffer(mapped, dtype=np.uint8)

@@ -45,7 +45,7 @@ from laminar_hpc.protocol.peer import (
 from laminar_hpc.protocol.trajectory import Block
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.journal import Asked, Journal
-from laminar_hpc.runtime.memory import TRAINER_SLOTS, check_memory
+from laminar_hpc.runtime.memory import TRAINER_SLOTS, check_memory, has_room
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, MANAGER, TRANSFER_NAP_S, Rank
 from laminar_hpc.trainer import worker as trainer_worker
 from laminar_hpc.trainer.api import needs_proximal, needs_reference
@@ -242,7 +242,7 @@ class TrainerLoop:
         if self._again:
             asked = self._again.popleft()
         else:
-            request = self._request(work, self._publisher)
+            request = self._request(work, self._publisher, now)
             if request is None:
                 return False
             self._work.popleft()
@@ -253,10 +253,10 @@ class TrainerLoop:
         self._tell_worker(asked.work)
         return True
 
-    def _request(self, work: AnyRecord, publisher: Publisher) -> TrainOn | WriteWeights | None:
+    def _request(self, work: AnyRecord, publisher: Publisher, now: float) -> TrainOn | WriteWeights | None:
         """What the worker is told; None while the payload is not there, or no memory to write to."""
         if isinstance(work, Publish):
-            request = publisher.begin(work.version)
+            request = publisher.begin(work.version, now)
             if request is not None:
                 self._version = work.version
             return request
@@ -384,7 +384,9 @@ class TrainerLoop:
             TRAINER_SLOTS * sum(tile.nbytes for tile in tiles), f"{TRAINER_SLOTS} slots of this trainer's shard"
         )
         transport = build_transport(rank.config.weights.transport, rank.world)
-        self._publisher = Publisher(transport, layout, rank.mail.send, slots=TRAINER_SLOTS, verify=verify)
+        self._publisher = Publisher(
+            transport, layout, rank.mail.send, slots=TRAINER_SLOTS, verify=verify, has_room=has_room
+        )
 
     def _trained(self, message: TrainedOn) -> None:
         asked = self._begun.popleft()

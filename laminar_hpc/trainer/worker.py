@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import EngineError, FinalError, ProtocolError
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.process.memory import map_for_good
+from laminar_hpc.process.memory import WritableMappings
 from laminar_hpc.protocol.peer import (
     Rendezvous,
     SaveState,
@@ -110,7 +110,7 @@ class _Service:
         self._config = config
         self._engine = engine
         self._shard_bytes = sum(tile.nbytes for tile in engine.tiles)
-        self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._memory = WritableMappings(self._pin)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="copy")
         self._copy: Future[None] | None = None
         self._patience = Patience(config.control.steps)
@@ -187,7 +187,7 @@ class _Service:
     def _write(self, message: WriteWeights) -> None:
         """Begin to copy the weights as they are now; the driver hears of it when they are there."""
         self._await_copy()
-        memory = self._mapped(message.path)[message.offset : message.offset + self._shard_bytes]
+        memory = self._memory.view(message.path, message.offset, self._shard_bytes)
         begun_s = time.monotonic()
         wait = self._engine.write_weights(memory)
         written = WeightsWritten(message.version, time.monotonic() - begun_s)
@@ -196,15 +196,11 @@ class _Service:
         else:
             self._copy = self._waiter.submit(self._say_written, wait, written)
 
-    def _mapped(self, path: str) -> NDArray[np.uint8]:
-        """The memory at `path`, which is kept: a version never costs more than its copy."""
-        if path not in self._memory:
-            self._memory[path] = map_for_good(path)
-            if not self._config.timing_only:
-                from laminar_hpc.trainer.shard import pin
+    def _pin(self, memory: NDArray[np.uint8]) -> None:
+        if not self._config.timing_only:
+            from laminar_hpc.trainer.shard import pin
 
-                pin(self._memory[path])
-        return self._memory[path]
+            pin(memory)
 
     def _say_written(self, wait: Callable[[], object], written: WeightsWritten) -> None:
         wait()

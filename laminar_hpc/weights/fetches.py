@@ -10,14 +10,10 @@ from laminar_hpc.protocol.peer import ChunkGone, ChunkSent, LeaseReturn, Manifes
 from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.epochs import Epochs
 from laminar_hpc.weights.fetch import Fetch
+from laminar_hpc.weights.filling import Filling
 from laminar_hpc.weights.image import Image, Pin
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Sources
-
-SLOT_PATIENCE_S = 2.0
-"""How long a version waits for a slot in which the rest of a chunk may still come from a rank that is gone. A rank that has
-died is found dead by then; one that is cut off, or stopped, in the middle of a chunk may be so for ever."""
-
 
 class _Over(NamedTuple):
     """A fetch that is over, and the slot that somebody may still write to for it."""
@@ -30,8 +26,7 @@ class Fetches:
     """One version after another: `begin` > `under_way` > `complete` or `give_up`.
 
     What a fetch had asked for when it ended may still come. Its slot is pinned until then, and what it has borrowed goes back,
-    source by source, when nothing more comes from there. Where all slots are in use, and some of them are pinned in this way
-    for too long, the image gets another one.
+    source by source, when nothing more comes from there.
     """
 
     def __init__(
@@ -46,29 +41,23 @@ class Fetches:
         epochs: Epochs,
         has_room: Callable[[int], bool],
     ) -> None:
-        """`has_room` says whether the node can spare so many bytes; the rest is as for `Fetch`."""
+        """`has_room` is as for `Filling`, the rest as for `Fetch`."""
         self.under_way: Fetch | None = None
         self._transport = transport
         self._image = image
-        self._slots = image.slots
+        self._filling = Filling(transport, image, has_room)
         self._manifest = manifest
         self._send_mail = send_mail
         self._window = window
         self._hasher = Hasher() if verify else None
         self._epochs = epochs
-        self._has_room = has_room
         self._over: list[_Over] = []
-        self._short_since_s: float | None = None
-        self._refused = ""
-        transport.register(image.memory)
 
     def begin(self, version: int, sources: Sources, order: Iterable[int], now: float) -> Fetch | None:
         """Fetch `version`, its chunks in this `order`; None while there is no slot for it: ask again."""
-        buffer = self._image.begin_fill(version)
+        buffer = self._filling.begin(version, now)
         if buffer is None:
-            self._wait_for_a_slot(now)
             return None
-        self._short_since_s = None
         self.under_way = Fetch(
             self._transport,
             self._manifest,
@@ -92,7 +81,7 @@ class Fetches:
 
     def give_up(self) -> None:
         """Stop the version under way, or the wait for a slot."""
-        self._short_since_s = None
+        self._filling.stop_waiting()
         if self.under_way is not None:
             self.under_way.stop()
             self._image.drop(self.under_way.version)
@@ -115,7 +104,7 @@ class Fetches:
 
     def waiting_for_slot(self, version: int) -> str:
         """What `version` waits for before it can begin, for people."""
-        return f"a slot for version {version}: {self._image.describe()}{self._refused}"
+        return self._filling.waiting_for(version)
 
     # --- what others say --------------------------------------------------------------------------------------------
 
@@ -157,17 +146,3 @@ class Fetches:
     def _return_leases(self, fetch: Fetch) -> None:
         for rank in fetch.done_with():
             self._send_mail(rank, LeaseReturn(self._transport.rank, fetch.version))
-
-    def _wait_for_a_slot(self, now: float) -> None:
-        """Make another slot where none comes free by itself: more are pinned than have been added, and for too long."""
-        if self._short_since_s is None:
-            self._short_since_s, self._refused = now, ""
-        pinned_for_ever = len(self._over) > self._image.slots - self._slots
-        if not pinned_for_ever or now - self._short_since_s < SLOT_PATIENCE_S:
-            return
-        self._short_since_s = now
-        memory = self._image.add_slot() if self._has_room(self._image.slot_bytes) else None
-        if memory is None:
-            self._refused = "; there is no memory for another one"
-        else:
-            self._transport.register(memory)

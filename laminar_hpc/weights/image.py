@@ -246,6 +246,11 @@ class Image:
         return len(self._slots)
 
     @property
+    def only_pinned(self) -> int:
+        """How many are kept by transfers alone: nobody has leased what is in them."""
+        return sum(slot.pins > 0 and not slot.leases for slot in self._slots)
+
+    @property
     def memory_bytes(self) -> int:
         """How much memory all slots take."""
         return self._stride * len(self._slots)

@@ -7,6 +7,7 @@ written until `release`, and as long as a relay has borrowed it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from laminar_hpc.mpi.transport import Transport
 from laminar_hpc.protocol.peer import ChunkRequest, Layout, LeaseReturn, WeightsWritten, WriteWeights
 from laminar_hpc.weights.digest import Hasher
 from laminar_hpc.weights.epochs import Epochs
+from laminar_hpc.weights.filling import Filling
 from laminar_hpc.weights.image import Image, Pin
 from laminar_hpc.weights.reshard import ShardMap
 from laminar_hpc.weights.serve import ChunkServer, Holdings, SendMail
@@ -43,9 +45,19 @@ class Publisher:
     """
 
     def __init__(
-        self, transport: Transport, layout: Layout, send_mail: SendMail, *, slots: int = 3, verify: bool = True
+        self,
+        transport: Transport,
+        layout: Layout,
+        send_mail: SendMail,
+        *,
+        slots: int = 3,
+        verify: bool = True,
+        has_room: Callable[[int], bool] = lambda _nbytes: True,
     ) -> None:
-        """The shard is that of the transport's rank; ProtocolError where the layout has none of it."""
+        """The shard is that of the transport's rank; ProtocolError where the layout has none of it.
+
+        `has_room` says whether the node can spare so many bytes.
+        """
         self._rank = transport.rank
         tiles = next((shard.tiles for shard in layout.shards if shard.rank == self._rank), None)
         if tiles is None:
@@ -55,7 +67,7 @@ class Publisher:
         self._batches = _batches(parts) if verify else []
         self._transport = transport
         self._image = Image.create(shard.nbytes, slots)
-        transport.register(self._image.memory)
+        self._filling = Filling(transport, self._image, has_room)
         self._parts = dict(zip(chunks, parts, strict=True))
         holdings = Holdings(
             place=self._parts.get,
@@ -77,9 +89,9 @@ class Publisher:
         """Whether bytes are on their way, or digests being computed."""
         return self._server.sending or bool(self._hashing)
 
-    def begin(self, version: int) -> WriteWeights | None:
-        """The message that has the worker write `version`; None while all slots are held: ask again after a release."""
-        if self._image.begin_fill(version) is None:
+    def begin(self, version: int, now: float) -> WriteWeights | None:
+        """The message that has the worker write `version`; None while there is no slot for it: ask again."""
+        if self._filling.begin(version, now) is None:
             return None
         self._begun = version
         return WriteWeights(version=version, path=self._image.path, offset=self._image.offset_of(version))

@@ -46,6 +46,9 @@ class ChunkServer:
     A request waits until its chunk is there, or until it is clear that it never will be; then the answer is `ChunkGone`. A
     send under way pins its slot. The one who asks borrows the version with the first chunk that it is sent, and keeps it
     until its `LeaseReturn`.
+
+    A send to a rank that is gone may go on for as long as the transport likes. It pins its slot, and does not count for the
+    rank when that is back.
     """
 
     def __init__(
@@ -58,11 +61,12 @@ class ChunkServer:
         self._holdings = holdings
         self._waiting: list[ChunkRequest] = []
         self._sending: list[_Sending] = []
+        self._given_up: list[_Sending] = []
         self._epochs = epochs
 
     @property
     def sending(self) -> bool:
-        """Whether a send is under way."""
+        """Whether a send is under way, to a rank that is not gone."""
         return bool(self._sending)
 
     def ask(self, request: ChunkRequest) -> None:
@@ -77,8 +81,10 @@ class ChunkServer:
         self._waiting.append(request)
 
     def forget(self, rank: int) -> None:
-        """`rank` is gone: its requests and what it borrowed are void. Sends to it end by themselves, in PeerLost."""
+        """`rank` is gone: its requests and what it borrowed are void. Sends to it end by themselves."""
         epoch = self._epochs[rank]
+        self._given_up += [sending for sending in self._sending if sending.rank == rank]
+        self._sending = [sending for sending in self._sending if sending.rank != rank]
         self._waiting = [request for request in self._waiting if request.rank != rank or request.epoch >= epoch]
         self._image.drop_borrower(rank)
 
@@ -88,13 +94,9 @@ class ChunkServer:
 
     def poll(self) -> bool:
         """Take note of sends that are done, and begin those that can be; whether there were any."""
-        moved = False
         self._transport.poll()
-        for sending in self._sending[:]:
-            if has_ended(sending.transfer):
-                self._sending.remove(sending)
-                sending.pin.release()
-                moved = True
+        moved = _end(self._sending)
+        _end(self._given_up)
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             for request in waiting:
@@ -130,3 +132,12 @@ class ChunkServer:
         self._sending.append(_Sending(request.rank, transfer, self._image.pin(version)))
         if self._holdings.digest is not None:
             self._send_mail(request.rank, ChunkSent(me, version, chunk, self._holdings.digest(version, chunk)))
+
+
+def _end(sends: list[_Sending]) -> bool:
+    """Take those that have ended out of `sends`; whether there were any."""
+    ended = [sending for sending in sends if has_ended(sending.transfer)]
+    for sending in ended:
+        sends.remove(sending)
+        sending.pin.release()
+    return bool(ended)

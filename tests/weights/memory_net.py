@@ -21,6 +21,7 @@ class MemoryTransfer:
         self.moved = False
         self.cancelled = False
         self.lost = False
+        self.given_up = False
 
     @property
     def open(self) -> bool:
@@ -184,7 +185,7 @@ class MemoryNet:
                 self.mail[source, dest] = deque(list(messages)[:kept])
         self.sends = [send for send in self.sends if send.own != rank]
         for transfer in self._with(rank):
-            if self.random.random() < 0.5:
+            if transfer.given_up or self.random.random() < 0.5:
                 self._lose(transfer)
 
     def stall(self, rank: int) -> None:
@@ -238,16 +239,17 @@ class MemoryNet:
     def end_transfers(self, own: int, peer: int) -> None:
         """All transfers of `own` with `peer` end, but what broke off in the middle: the rest may come when `peer` is back."""
         for transfer in self._with(peer):
-            if transfer.own == own and not self._broke_off(transfer):
-                self._lose(transfer)
-        for send in [send for send in self.unsettled if (send.own, send.peer) == (own, peer)]:
-            self.unsettled.remove(send)
-            send.moved = True
+            if transfer.own == own:
+                transfer.given_up = True
+                if not self._broke_off(transfer):
+                    self._lose(transfer)
 
     def _broke_off(self, transfer: MemoryTransfer) -> bool:
-        """As with MPI over TCP: a receive that has begun, from a rank that is not dead, but cannot be reached."""
-        if not isinstance(transfer, MemoryReceive) or transfer.peer in self.dead:
+        """As with MPI over TCP: a send to a rank that is not dead, or a receive that has begun, from one that cannot be reached."""
+        if transfer.peer in self.dead:
             return False
+        if isinstance(transfer, MemorySend):
+            return True
         return self.is_sending(transfer.ticket) and not self._connected(transfer.peer, transfer.own)
 
     def _with(self, rank: int) -> list[MemoryTransfer]:

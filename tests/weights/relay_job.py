@@ -188,7 +188,7 @@ class RelayJob:
         version = self.written[rank] + 1
         if version == self.versions or version > self.published + 1:
             return
-        message = self.publishers[rank].begin(version)
+        message = self.publishers[rank].begin(version, self.now)
         if message is None:
             return  # a `Release` is still on its way
         shard = next(shard for shard in self.layout.shards if shard.rank == rank)

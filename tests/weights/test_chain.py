@@ -13,7 +13,7 @@ from memory_net import MemoryNet, MemoryTransport
 from relay_job import RelayJob, image_of, shard_bytes
 
 from laminar_hpc.errors import ProtocolError
-from laminar_hpc.process.memory import map_writable
+from laminar_hpc.process.memory import WritableMappings, map_writable
 from laminar_hpc.protocol.commands import Broadcast, Share
 from laminar_hpc.protocol.peer import (
     ChunkGone,
@@ -28,7 +28,7 @@ from laminar_hpc.protocol.peer import (
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.weights import digest
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.fetches import SLOT_PATIENCE_S
+from laminar_hpc.weights.filling import SLOT_PATIENCE_S
 from laminar_hpc.weights.forward import Forwarder
 from laminar_hpc.weights.image import SlotState
 from laminar_hpc.weights.manifest import make_manifest
@@ -204,7 +204,7 @@ class OneRelay:
         self.write(3)
 
     def write(self, version: int) -> None:
-        message = self.publisher.begin(version)
+        message = self.publisher.begin(version, 0.0)
         assert message is not None
         image = image_of(self.layout.manifest, version)
         with map_writable(message.path, message.offset, image.nbytes) as slot:
@@ -235,9 +235,9 @@ class OneRelay:
             else:
                 self.to_others.append(piece)
 
-    def run(self, turns: int = 100) -> list[int]:
+    def run(self, turns: int = 100, begin: int = 0) -> list[int]:
         held = []
-        for now in range(turns):
+        for now in range(begin, begin + turns):
             held += [each.version for each in self.relay.poll(float(now))]
             self.deliver()
             self.publisher.poll()
@@ -461,6 +461,74 @@ def test_a_version_whose_chunk_broke_off_is_taken_when_it_is_offered_again() -> 
     assert np.array_equal(taken, one.image)
 
 
+def test_a_send_that_broke_off_keeps_its_bytes_and_holds_nothing_up() -> None:
+    """Relay 2 is cut off while relay 1 sends it chunk 0 of version 3, and gets the bytes of that one when it is back."""
+    one = OneRelay(slots=2)
+    one.relay.start(one.broadcast(3, [1, 2]), now=0.0)
+    assert one.run() == [3]
+    next_one, memory = MemoryTransport(one.net, 2), np.zeros(200, np.uint8)
+    next_one.register(memory)
+    receives = [next_one.receive(1, memory[:100]), next_one.receive(1, memory[100:])]
+    one.relay.serve(ChunkRequest(rank=2, version=3, chunk=0, ticket=receives[0].ticket))
+    one.relay.poll(100.0)
+    assert one.relay.busy
+    one.net.stall_link(1, 2)
+    one.lose(2, 1)
+    assert not one.relay.busy
+    for version in (4, 5, 6):
+        one.write(version)
+        one.publisher.release(version - 1)
+        one.relay.start(one.broadcast(version, [1]), now=100.0 * version)
+        assert one.run(begin=100 * version) == [version]
+    assert one.relay.image.slots == 3  # the newest version, and one to fill, beside the one that is pinned
+    assert pins(one) == 1
+    one.relay.serve(ChunkRequest(rank=2, version=6, chunk=1, ticket=receives[1].ticket, epoch=1))
+    one.relay.poll(700.0)
+    one.net.resume_link(1, 2)
+    assert len(one.net.sends) == 2  # what broke off does not keep the relay from sending more
+    for _ in range(2):
+        one.net.move_one()
+        one.net.settle()
+    one.relay.poll(701.0)
+    assert pins(one) == 0
+    assert [receive.done() for receive in receives] == [True, True]
+    assert np.array_equal(memory[:100], one.image[:100])
+    assert np.array_equal(memory[100:], image_of(one.layout.manifest, 6)[100:200])
+
+
+def test_a_trainer_publishes_on_though_relays_are_cut_off_in_the_middle() -> None:
+    one = OneRelay()
+    cut = [MemoryTransport(one.net, rank) for rank in (2, 3, 4)]
+    memory = np.zeros((3, 100), np.uint8)
+    for version, transport, line in zip((3, 4, 5), cut, memory, strict=True):
+        if version > 3:
+            one.write(version)
+        transport.register(line)
+        receive = transport.receive(0, line)
+        one.publisher.serve(ChunkRequest(rank=transport.rank, version=version, chunk=0, ticket=receive.ticket))
+        one.publisher.poll()
+        one.net.stall_link(0, transport.rank)
+        one.publisher.forget(transport.rank, version)
+        one.publisher.release(version)
+    assert one.publisher.begin(6, 0.0) is None
+    assert one.publisher.begin(6, SLOT_PATIENCE_S / 2) is None
+    assert one.publisher.begin(6, SLOT_PATIENCE_S) is None
+    message = one.publisher.begin(6, SLOT_PATIENCE_S)
+    assert message is not None
+    mappings = WritableMappings()
+    mappings.view(message.path, 0, 1)
+    mappings.view(message.path, message.offset, 250)[:] = image_of(one.layout.manifest, 6)
+    one.publisher.written(WeightsWritten(6, 0.0))
+    assert np.array_equal(one.publisher._image.bytes_of(6), image_of(one.layout.manifest, 6))
+    for transport in cut:
+        one.net.resume_link(0, transport.rank)
+    while one.net.sends:
+        one.net.move_one()
+        one.net.settle()
+    for version, line in zip((3, 4, 5), memory, strict=True):
+        assert np.array_equal(line, image_of(one.layout.manifest, version)[:100])
+
+
 def test_a_source_gets_its_lease_back_though_another_one_hangs() -> None:
     one = OneRelay(slots=2)
     break_off(one, 3)
@@ -554,9 +622,9 @@ def test_trainers_memory_is_reused_after_release_only() -> None:
     one = OneRelay()
     one.write(4)
     one.write(5)
-    assert one.publisher.begin(6) is None
+    assert one.publisher.begin(6, 0.0) is None
     one.publisher.release(3)
-    assert one.publisher.begin(6) is not None
+    assert one.publisher.begin(6, 0.0) is not None
     with pytest.raises(ProtocolError, match=r"trainer rank 0: version 3 is released, held are \[4, 5\]"):
         one.publisher.release(3)
 
@@ -566,7 +634,7 @@ def test_a_trainer_without_a_share_publishes_nothing() -> None:
     layout = Layout(manifest, [Shard(0, [one_run(0, 2)]), Shard(1, [])])
     net = MemoryNet(Random(1))
     publisher = Publisher(MemoryTransport(net, 1), layout, net.sender(1))
-    assert publisher.begin(0) is not None
+    assert publisher.begin(0, 0.0) is not None
     publisher.written(WeightsWritten(0, 0.0))
     assert [(ready.version, ready.digests) for ready in publisher.poll()] == [(0, b"")]
     publisher.release(0)

@@ -56,7 +56,7 @@ class Trainer:
 
     def write(self, version: int) -> bool:
         """What the worker does; False where there is no slot."""
-        message = self.publisher.begin(version)
+        message = self.publisher.begin(version, 0.0)
         if message is None:
             return False
         with map_writable(message.path, message.offset, self.map.nbytes) as memory:
@@ -157,7 +157,7 @@ def test_a_part_is_sent_once_it_is_written_and_not_before() -> None:
         early = relay.ask(trainer, 0, 0)  # nobody has begun to write it
         move_all(net, trainer)
         assert not early.done()
-        message = trainer.publisher.begin(0)
+        message = trainer.publisher.begin(0, 0.0)
         assert message is not None
         move_all(net, trainer)
         assert not early.done()

@@ -12,7 +12,7 @@ from relay_job import image_of
 from laminar_hpc.process.memory import map_readonly
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent, Layout, Lease, LeaseReturn
 from laminar_hpc.weights.epochs import Epochs
-from laminar_hpc.weights.fetches import SLOT_PATIENCE_S
+from laminar_hpc.weights.filling import SLOT_PATIENCE_S
 from laminar_hpc.weights.image import Image
 from laminar_hpc.weights.manifest import make_manifest
 from laminar_hpc.weights.remote import RemoteImage

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.channel import Channel
-from laminar_hpc.process.memory import KeptMappings, map_for_good
+from laminar_hpc.process.memory import KeptMappings, WritableMappings
 from laminar_hpc.protocol.peer import BenchDone, BenchTask, Shutdown, WeightsWritten, WriteWeights
 
 
@@ -21,16 +21,15 @@ def publish(channel: Channel) -> None:
     """
     shard = _random(_first(channel).nbytes)
     copied = _random(shard.nbytes)
-    lent: dict[str, NDArray[np.uint8]] = {}
+    lent = WritableMappings()
     channel.send(BenchDone(0.0))
     while not isinstance(message := channel.receive(None), Shutdown):
         match message:
             case WriteWeights():
                 shard[:: 1 << 16] = message.version % 251  # no two versions are the same
-                if message.path not in lent:
-                    lent[message.path] = map_for_good(message.path)
+                memory = lent.view(message.path, message.offset, shard.nbytes)
                 began_s = time.perf_counter()
-                np.copyto(lent[message.path][message.offset : message.offset + shard.nbytes], shard)
+                np.copyto(memory, shard)
                 channel.send(WeightsWritten(message.version, time.perf_counter() - began_s))
             case BenchTask():
                 began_s = time.perf_counter()

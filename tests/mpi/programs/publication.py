@@ -158,7 +158,7 @@ class Trainer:
             mail.send(0, Published(world.rank, 0, version, digests, 0.0))
         if not self.todo:
             return
-        write = self.publisher.begin(self.todo[0])
+        write = self.publisher.begin(self.todo[0], time.monotonic())
         if write is None:
             self.waits += 1
             return
