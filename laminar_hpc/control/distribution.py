@@ -52,9 +52,9 @@ from laminar_hpc.protocol.events import (
 class Delivery(msgspec.Struct, eq=False):
     """A version on its way. `begun_s` is when its hand-over to the present master began (None: it was never broadcast).
 
-    `holders` are relays that have said that they hold it, `stalled` those that a receiver of it has waited for in vain, and
-    `complaints` has when each relay complained last. `undisturbed`: it has had one master only, so that its hand-over takes
-    what hand-overs take.
+    `holders` are relays that have said that they hold it, `stalled` those that a receiver of it has waited for in vain,
+    `complaints` has when each relay complained last, and `cut_off` those that have waited for a trainer in vain.
+    `undisturbed`: it has had one master only, so that its hand-over takes what hand-overs take.
     """
 
     version: int
@@ -64,6 +64,7 @@ class Delivery(msgspec.Struct, eq=False):
     holders: set[int] = set()
     stalled: set[int] = set()
     complaints: dict[int, float] = {}
+    cut_off: set[int] = set()
     undisturbed: bool = True
     released: bool = False
 
@@ -134,8 +135,9 @@ class Distribution:
     def link_stalled(self, event: LinkStalled, now: float) -> list[Command]:
         """A relay waits in vain for chunks of a version: its source goes to the end of the chain, unless it waits itself.
 
-        So does the source in the chains of other versions that take the same link, and in chains to come. That a trainer
-        sends nothing is no matter of the chain; its heartbeats tell.
+        So does the source in the chains of other versions that take the same link, and in chains to come. A master that
+        waits for a trainer goes to the end itself, unless all others have tried; it is the trainer's heartbeats that tell
+        whether it lives.
         """
         relay = self.relays.current(event.rank, event.incarnation)
         delivery = self._deliveries.get(event.version)
@@ -143,7 +145,7 @@ class Distribution:
             return []
         if event.source not in delivery.chain:  # a trainer: whoever waits for this relay waits for it too
             delivery.complaints[relay.rank] = now
-            return []
+            return self._change_master(delivery, relay, event.source, now)
         if not _precedes(delivery.chain, event.source, event.rank):
             return []
         relay.slow = False  # it is another one's victim
@@ -152,7 +154,7 @@ class Distribution:
         if relay.rank in delivery.holders or (complained_s is not None and now - complained_s <= self._stall_s):
             return []
         self.relays[event.source].slow = True
-        why = f"relay rank {relay.rank} waits in vain for rank {event.source}"
+        why = f"relay rank {relay.rank} waits in vain for rank {event.source}, which goes to the end of chains"
         commands: list[Command] = [Sever(why, event.source, relay.rank)]
         for other in self._begun():
             if other is delivery or self._uses_link(other, event.source, relay):
@@ -282,6 +284,7 @@ class Distribution:
             commands = self._reroute(delivery, repaired(delivery.chain, rank), f"relay rank {rank} was lost", now)
         delivery.holders.discard(rank)  # not before: whether it was held decides what its new chain means
         delivery.stalled.discard(rank)
+        delivery.cut_off.discard(rank)
         delivery.complaints.pop(rank, None)
         return commands
 
@@ -312,6 +315,18 @@ class Distribution:
         if delivery.held and not was_held:
             commands += self._handed_over(delivery, now)
         return commands
+
+    def _change_master(self, delivery: Delivery, master: Relay, trainer: int, now: float) -> list[Command]:
+        """The master gets nothing from a trainer: let another relay try, which may have another way to it."""
+        delivery.cut_off.add(master.rank)
+        if delivery.held or delivery.chain[0] != master.rank or delivery.cut_off.issuperset(delivery.chain):
+            return []
+        master.slow = True
+        why = f"the master, rank {master.rank}, waits in vain for trainer rank {trainer}, and goes to the end of chains"
+        chain = moved_back(delivery.chain, master.rank)
+        while chain[0] in delivery.cut_off:
+            chain = moved_back(chain, chain[0])
+        return [Sever(why, trainer, master.rank), *self._reroute(delivery, chain, why, now)]
 
     def _uses_link(self, delivery: Delivery, source: int, relay: Relay) -> bool:
         """Whether `relay` is still to get this version, or part of it, from `source`."""

@@ -52,7 +52,7 @@ class RelayEvents:
             case Forget():
                 return _row("lost", reason, relay=command.rank)
             case Sever():
-                return _row("severed", f"{reason}, which goes to the end of chains", relay=command.source)
+                return _row("severed", reason, relay=command.source)
             case TakeOver():
                 return _row("taken_over", reason, relay=command.rank)
             case Readmit():

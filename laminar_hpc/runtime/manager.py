@@ -357,6 +357,7 @@ class ManagerLoop:
     def _take_over(self, command: TakeOver) -> None:
         """A spare becomes a relay: from now on it counts as one."""
         self._rank.promote(command.rank)
+        self._silent.discard(command.rank)
         self._rank.mail.send(command.rank, command)
         if self._desk.layout is not None:
             self._rank.mail.send(command.rank, self._desk.layout)
@@ -367,8 +368,10 @@ class ManagerLoop:
         self._beats[source] = (now, beat)
         if source not in self._silent:
             return
-        if self._rank.placements[source].role is Role.ROLLOUT:
+        role = self._rank.placements[source].role
+        if role in (Role.ROLLOUT, Role.SPARE):
             self._silent.discard(source)
+        if role is Role.ROLLOUT:
             self._rank.mail.send(source, StartOver(self._epoch_of[source]))
         elif source not in self._heard_again:  # its node may have another relay by now, and not need it
             self._heard_again.add(source)
@@ -431,7 +434,8 @@ class ManagerLoop:
                 continue
             heard = self._beats[rank][0] if rank in self._beats else 0.0
             bound = job.silence_timeout_s if rank in self._beats else job.start_timeout_s
-            if now - heard > bound and self._rank.placements[rank].role is Role.ROLLOUT:
+            role = self._rank.placements[rank].role
+            if now - heard > bound and (role is Role.ROLLOUT or (role is Role.SPARE and rank in self._beats)):
                 self._give_up_on(rank, now - heard, now)
             elif now - heard > bound:
                 text = f"{self._name(rank)} has said nothing for {now - heard:.0f} s"

@@ -34,7 +34,8 @@ class RelayLoop:
     """A link of the chain. It has no worker: it moves bytes."""
 
     def __init__(self, rank: Rank, epochs: Epochs | None = None) -> None:
-        """`epochs` has the losses that this rank has heard of by now (None: there were none)."""
+        """`epochs` has the losses that a spare has heard of by now, which takes over (None: a relay from the start)."""
+        self._takes_over = epochs is not None
         self.done = False
         self.clean = True
         self._rank = rank
@@ -75,6 +76,8 @@ class RelayLoop:
     def turn(self, now: float) -> bool:
         """Move chunks; tell the manager what is complete, and what does not come."""
         probing = self._measure(now)
+        if self._layout is not None and self._forwarder is None:
+            self._begin(now)
         if self._forwarder is None or self._lender is None:
             return probing
         complete = self._forwarder.poll(now)
@@ -98,7 +101,9 @@ class RelayLoop:
 
     def waiting_for(self) -> str:
         """What this relay waits for."""
-        return "the layout of the weights" if self._forwarder is None else self._forwarder.waiting_for
+        if self._forwarder is not None:
+            return self._forwarder.waiting_for
+        return "the layout of the weights" if self._layout is None else "memory for the slots of the weight image"
 
     def phase(self, busy: bool) -> str:
         """Whether chunks are under way."""
@@ -154,7 +159,11 @@ class RelayLoop:
     def _begin(self, now: float) -> None:
         assert self._layout is not None
         rank, weights = self._rank, self._rank.config.weights
-        check_memory(self._layout.manifest.nbytes * weights.slots, f"{weights.slots} slots of the weight image")
+        needed = self._layout.manifest.nbytes * weights.slots
+        if not self._takes_over:
+            check_memory(needed, f"{weights.slots} slots of the weight image")
+        elif not has_room(needed):
+            return  # the lost relay's image is there until the rollouts of this node have weights from elsewhere
         self._forwarder = Forwarder(
             self._transport,
             self._layout,

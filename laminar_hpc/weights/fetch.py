@@ -212,11 +212,7 @@ class Fetch:
             buffer = contiguous(self._buffer, part.spots)
             if buffer is None:
                 buffer = self._staging_memory(part.nbytes)
-            try:
-                transfer = self._transport.receive(part.source, buffer)
-            except PeerLost:
-                self.forget(part.source)
-                return
+            transfer = self._transport.receive(part.source, buffer)
             self._asked.append(_Asked(chunk, part, buffer, transfer))
             self._borrowed.add(part.source)
             epoch = self._epochs[part.source]

@@ -15,6 +15,7 @@ from laminar_hpc.weights.image import Image, Pin
 from laminar_hpc.weights.serve import SendMail
 from laminar_hpc.weights.sources import Sources
 
+
 class _Over(NamedTuple):
     """A fetch that is over, and the slot that somebody may still write to for it."""
 

@@ -38,10 +38,9 @@ class Filling:
             self.stop_waiting()
         elif self._short_since_s is None:
             self._short_since_s, self._refused = now, ""
-        elif now - self._short_since_s >= SLOT_PATIENCE_S:
-            if self._image.only_pinned > self._image.slots - self._made_with:
-                self._short_since_s = now
-                self._add_slot()
+        elif now - self._short_since_s >= SLOT_PATIENCE_S and self._image.only_pinned > self._added:
+            self._short_since_s = now
+            self._add_slot()
         return buffer
 
     def stop_waiting(self) -> None:
@@ -51,6 +50,10 @@ class Filling:
     def waiting_for(self, version: int) -> str:
         """What `version` waits for before it can begin, for people."""
         return f"a slot for version {version}: {self._image.describe()}{self._refused}"
+
+    @property
+    def _added(self) -> int:
+        return self._image.slots - self._made_with
 
     def _add_slot(self) -> None:
         memory = self._image.add_slot() if self._has_room(self._image.slot_bytes) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from laminar_hpc.errors import PeerLost, ProtocolError
+from laminar_hpc.errors import ProtocolError
 from laminar_hpc.mpi.transport import Transfer, Transport, has_ended
 from laminar_hpc.protocol.peer import ChunkGone, ChunkRequest, ChunkSent
 from laminar_hpc.protocol.wire import AnyRecord
@@ -123,10 +123,7 @@ class ChunkServer:
         place = self._holdings.place(chunk)
         assert place is not None, "checked when it was asked for"
         data = self._image.bytes_of(version)[place[0] : place[1]]
-        try:
-            transfer = self._transport.send(request.rank, request.ticket, data)
-        except PeerLost:
-            return
+        transfer = self._transport.send(request.rank, request.ticket, data)
         if not self._image.has_lent(request.rank, version):
             self._image.hold(request.rank, version)
         self._sending.append(_Sending(request.rank, transfer, self._image.pin(version)))

@@ -490,13 +490,29 @@ def test_what_goes_the_other_way_over_a_severed_link_is_asked_for_again(tier):
     assert tier.stall(6, 5, 2) == [("sever", 5, 6), ("broadcast", 1, [4, 6, 5, 7]), ("broadcast", 2, [4, 6, 7, 5])]
 
 
-def test_that_a_trainer_sends_nothing_is_no_matter_of_the_chain(tier):
+def test_where_a_trainer_sends_nothing_each_relay_is_the_master_once(tier):
     measured(tier)
     tier.published(1)
-    assert tier.stall(4, 1, 1) == []
-    assert tier.stall(5, 4, 1) == []  # which waits for that trainer too
+    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("broadcast", 1, [5, 6, 7, 4])]
+    assert tier.stall(4, 1, 1) == []  # said before it heard so
+    assert tier.stall(5, 1, 1) == [("sever", 1, 5), ("broadcast", 1, [6, 7, 4, 5])]
+    assert tier.stall(7, 6, 1) == [("sever", 6, 7), ("broadcast", 1, [7, 4, 5, 6])]
+    tier.holds(1, 7)
+    assert tier.stall(7, 1, 1) == []
+    assert tier.published(2) == [("release", 1), ("broadcast", 2, [7, 4, 5, 6])]
+    for master, chain in ((7, [4, 5, 6, 7]), (4, [5, 6, 7, 4]), (5, [6, 7, 4, 5])):
+        assert tier.stall(master, 1, 2) == [("sever", 1, master), ("broadcast", 2, chain)]
+    assert tier.stall(6, 1, 2) == []  # it is not the relays' links
+
+
+def test_a_relay_behind_a_master_that_waits_for_a_trainer_has_to_wait_too():
+    tier = measured(Tier(4, 5))
+    tier.published(1)
+    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("broadcast", 1, [5, 4])]
+    assert tier.stall(5, 1, 1) == []  # nobody else could try
+    assert tier.stall(4, 5, 1) == []
     tier.now += 5.1
-    assert tier.stall(5, 4, 1) == [("sever", 4, 5), ("broadcast", 1, [5, 6, 7, 4])]
+    assert tier.stall(4, 5, 1) == [("sever", 5, 4), ("broadcast", 1, [4, 5])]
 
 
 def test_complaints_of_what_is_over_are_void(tier):

@@ -30,7 +30,7 @@ OF_ONE = [
     (Attach("nearest", 12, 5, True), ("attached", None, 5, 12, "nearest")),
     (
         Sever("relay rank 6 waits in vain for rank 5", 5, 6),
-        ("severed", None, 5, None, "relay rank 6 waits in vain for rank 5, which goes to the end of chains"),
+        ("severed", None, 5, None, "relay rank 6 waits in vain for rank 5"),
     ),
 ]
 

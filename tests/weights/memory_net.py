@@ -245,7 +245,7 @@ class MemoryNet:
                     self._lose(transfer)
 
     def _broke_off(self, transfer: MemoryTransfer) -> bool:
-        """As with MPI over TCP: a send to a rank that is not dead, or a receive that has begun, from one that cannot be reached."""
+        """As with MPI over TCP: a send to a rank that lives, or a receive that has begun from one that cannot be reached."""
         if transfer.peer in self.dead:
             return False
         if isinstance(transfer, MemorySend):

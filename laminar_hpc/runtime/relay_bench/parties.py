@@ -135,7 +135,7 @@ class BenchTrainer:
         moved = self._hear_worker()
         publisher = self._publisher
         if publisher is not None:
-            if self._to_publish and (request := publisher.begin(self._to_publish[0])) is not None:
+            if self._to_publish and (request := publisher.begin(self._to_publish[0], now)) is not None:
                 self._to_publish.popleft()
                 self._require_worker().send(request)
                 moved = True
