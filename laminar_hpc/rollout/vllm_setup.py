@@ -141,6 +141,10 @@ def prepare_process(config: Config, device: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = _gpus(device, shards)
 
 
+_SHARED_MEMORY = {"psm_": "shared_memory", "sem.mp-": "semaphore", "vllm_dist_": None}
+"""What names in /dev/shm begin with, and as what the resource tracker knows it (None: vLLM's own, on CPUs with AVX-512)."""
+
+
 def unlink_shared_memory() -> None:
     """Take the names off the shared memory and semaphores through which vLLM's processes talk, once all are up.
 
@@ -150,11 +154,14 @@ def unlink_shared_memory() -> None:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         mapped = {int(line.split()[4]) for line in maps if "/dev/shm/" in line}  # inodes: a semaphore's path is another
     for entry in os.scandir("/dev/shm"):
-        kind, prefix = ("semaphore", "sem.") if entry.name.startswith("sem.mp-") else ("shared_memory", "")
-        if entry.name.startswith(("psm_", "sem.mp-")) and entry.inode() in mapped:
-            with contextlib.suppress(FileNotFoundError):  # another process of this engine was faster
-                os.unlink(entry.path)
-                resource_tracker.unregister(f"/{entry.name.removeprefix(prefix)}", kind)
+        made_by = next((prefix for prefix in _SHARED_MEMORY if entry.name.startswith(prefix)), None)
+        if made_by is None or entry.inode() not in mapped:
+            continue
+        kind = _SHARED_MEMORY[made_by]
+        with contextlib.suppress(FileNotFoundError):  # another process of this engine was faster
+            os.unlink(entry.path)
+            if kind is not None:
+                resource_tracker.unregister(f"/{entry.name.removeprefix('sem.')}", kind)
 
 
 def has_gpus() -> bool:
