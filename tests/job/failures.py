@@ -34,14 +34,14 @@ class Fault(NamedTuple):
 class Outcome(NamedTuple):
     """What became of a fault: seconds, None where that cannot be said.
 
-    `noticed_s`: from the fault until the manager knew. From then on, `elsewhere_s`: until the first of the `trajectories` that
-    the rank had under way is generated elsewhere; `back_s`: until the rank, or the spare in its place, works again.
-    `tokens` were generated twice: those of trajectories that started over, as the record has them, and those that had not
-    been streamed yet, by the rate of the rank's last streams.
+    `noticed_s`: from the fault until the manager knew. From then on, `goes_on_s`: until the first of the `trajectories` that
+    the rank had under way is generated again, elsewhere if the rank is lost; `back_s`: until the rank, or the spare in its
+    place, works again. `tokens` were generated twice: those of trajectories that started over, as the record has them, and
+    those that had not been streamed yet, by the rate of the rank's last streams.
     """
 
     noticed_s: float | None
-    elsewhere_s: float | None
+    goes_on_s: float | None
     back_s: float | None
     trajectories: int
     tokens: int
@@ -95,39 +95,42 @@ class History:
                 return time_s, event
         return None
 
-    def under_way(self, rank: int, at: float) -> dict[int, int]:
-        """What a rank was generating when it was lost at `at`: trajectories, and the groups that they are of."""
-        had: dict[int, tuple[int, int]] = {}
+    def under_way(self, rank: int, at: float) -> set[int]:
+        """The trajectories that a rank was generating when it was lost at `at`."""
+        had: dict[int, int] = {}  # trajectory: the rank that it was given to last
         for time_s, command in self.commands:
             if time_s >= at:
                 break
             if isinstance(command, Generate):
-                had.update((spec.id, (command.rank, spec.group)) for spec in command.trajectories)
+                had.update((spec.id, command.rank) for spec in command.trajectories)
             elif isinstance(command, Settle):
                 for one in command.trajectories:
                     had.pop(one.trajectory, None)
         ended = {event.trajectory for time_s, event in self.events if time_s < at and isinstance(event, Finished)}
-        return {id: group for id, (owner, group) in had.items() if owner == rank and id not in ended}
+        return {id for id, owner in had.items() if owner == rank and id not in ended}
 
-    def started_over(self, groups: set[int], at: float) -> list[tuple[int, int]]:
-        """Groups that the loss at `at` has made start over, each with the tokens of one of its members."""
-        return [
-            (one.group, one.response_tokens)
-            for time_s, command in self.commands
-            if time_s == at and isinstance(command, Settle)
-            for one in command.trajectories
-            if one.state is State.DISCARDED and one.group in groups
-        ]
+    def followed(self, under_way: set[int], at: float) -> tuple[dict[int, int], int]:
+        """Who was given first, after `at`, what a rank had under way, or what took its place where its group started over.
 
-    def given(self, trajectories: set[int], groups: set[int], at: float) -> dict[int, int]:
-        """Who was given these trajectories, or new ones of these groups, first after `at`: trajectories and ranks."""
+        Trajectories and their ranks; and the tokens of all that started over.
+        """
         given: dict[int, int] = {}
+        over: set[int] = set()
+        tokens = 0
         for time_s, command in self.commands:
-            if time_s >= at and isinstance(command, Generate):
+            if time_s < at:
+                continue
+            if isinstance(command, Generate):
                 for spec in command.trajectories:
-                    if spec.id in trajectories or spec.group in groups:
+                    if spec.id in under_way or spec.group in over:
                         given.setdefault(spec.id, command.rank)
-        return given
+            elif isinstance(command, Settle):
+                ended = {group.group for group in command.groups}
+                discarded = [one for one in command.trajectories if one.state is State.DISCARDED]
+                lost = {one.group for one in discarded if one.trajectory in under_way and one.trajectory not in given}
+                over |= lost - ended
+                tokens += sum(one.response_tokens for one in discarded if one.group in lost - ended)
+        return given, tokens
 
     def unstreamed(self, fault: Fault) -> float:
         """Tokens that a rank had generated and not streamed when it was struck, if it went on as between its last streams."""
@@ -165,9 +168,8 @@ def outcome(history: History, fault: Fault) -> Outcome:
         return Outcome(None, None, None, 0, 0)
     at, lost = loss
     under_way = history.under_way(fault.rank, at)
-    started_over = history.started_over(set(under_way.values()), at)
-    given = history.given(set(under_way), {group for group, _ in started_over}, at)
-    elsewhere = [
+    given, tokens = history.followed(under_way, at)
+    resumed = [
         time_s
         for time_s, event in history.events
         if isinstance(event, Streamed)
@@ -175,13 +177,12 @@ def outcome(history: History, fault: Fault) -> Outcome:
         and any(given.get(one.trajectory) == event.rank for one in event.progress)
     ]
     back = history.works_again(fault, at, lost.incarnation)
-    tokens = sum(tokens for _, tokens in started_over) + (history.unstreamed(fault) if under_way else 0.0)
     return Outcome(
         noticed_s=max(0.0, at - fault.at_unix_s),
-        elsewhere_s=elsewhere[0] - at if elsewhere else None,
+        goes_on_s=resumed[0] - at if resumed else None,
         back_s=None if back is None else back - at,
         trajectories=len(under_way),
-        tokens=round(tokens),
+        tokens=round(tokens + (history.unstreamed(fault) if under_way else 0.0)),
     )
 
 
@@ -194,13 +195,13 @@ def outcomes(run: Run, faults: list[Fault]) -> list[tuple[Fault, Outcome]]:
 def table(faults: list[tuple[Fault, Outcome]]) -> str:
     """A row for each kind: how often, median and largest of each figure."""
     lines = [
-        f"{'fault':28} {'n':>3} {'noticed s':>18} {'elsewhere s':>18} {'back s':>18} {'tokens twice':>18} {'trajectories':>12}"
+        f"{'fault':28} {'n':>3} {'noticed s':>18} {'goes on s':>18} {'back s':>18} {'tokens twice':>18} {'trajectories':>12}"
     ]
     for kind in dict.fromkeys(fault.kind for fault, _ in faults):
         rows = [result for fault, result in faults if fault.kind == kind]
         spreads = [
             spread([row.noticed_s for row in rows]),
-            spread([row.elsewhere_s for row in rows]),
+            spread([row.goes_on_s for row in rows]),
             spread([row.back_s for row in rows]),
             spread([row.tokens for row in rows], digits=0),
         ]

@@ -174,7 +174,7 @@ def test_losses_inside_a_job(laminar: Laminar, results: list[tuple[Fault, Outcom
     print("\n" + "\n".join(f"{fault.kind:28} {result}" for fault, result in found))
     assert run.attempts == [0]
     lost = [result for fault, result in found if fault.kind.startswith("rollout") and result.trajectories]
-    assert all(result.elsewhere_s is not None and result.elsewhere_s < ELSEWHERE_S for result in lost), lost
+    assert all(result.goes_on_s is not None and result.goes_on_s < ELSEWHERE_S for result in lost), lost
 
 
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
