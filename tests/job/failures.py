@@ -203,7 +203,7 @@ def table(faults: list[tuple[Fault, Outcome]]) -> str:
             spread([row.noticed_s for row in rows]),
             spread([row.goes_on_s for row in rows]),
             spread([row.back_s for row in rows]),
-            spread([row.tokens for row in rows], digits=0),
+            spread([row.tokens for row in rows if row.trajectories], digits=0),
         ]
         cells = " ".join(f"{cell:>18}" for cell in spreads)
         lines.append(f"{kind:28} {len(rows):3} {cells} {sum(row.trajectories for row in rows):12}")
