@@ -29,6 +29,9 @@ class Fault(NamedTuple):
     worker: str | None
     attempt: int
     at_unix_s: float
+    pids: tuple[int, ...] = ()
+    replaced_s: float | None = None
+    """A task worker's loss is no event: after so many seconds its rank had replaced it."""
 
 
 class Outcome(NamedTuple):
@@ -36,8 +39,9 @@ class Outcome(NamedTuple):
 
     `noticed_s`: from the fault until the manager knew. From then on, `goes_on_s`: until the first of the `trajectories` that
     the rank had under way is generated again, elsewhere if the rank is lost; `back_s`: until the rank, or the spare in its
-    place, works again. `tokens` were generated twice: those of trajectories that started over, as the record has them, and
-    those that had not been streamed yet, by the rate of the rank's last streams.
+    place, works again (of a task worker, from the fault on: until there is another one). `tokens` were generated twice: those
+    of trajectories that started over, as the record has them, and those that had not been streamed yet, by the rate of the
+    rank's last streams.
     """
 
     noticed_s: float | None
@@ -47,6 +51,12 @@ class Outcome(NamedTuple):
     tokens: int
 
 
+def workers_of(laminar: Laminar, rank: int, worker: str) -> list[int]:
+    """The processes of a rank's worker; none while it waits to be started again."""
+    (log,) = laminar.run_dir.glob(f"logs/rank-{rank:05d}.*.{worker}.log")
+    return writers_of(laminar.run_dir, log)
+
+
 def strike(
     laminar: Laminar, kind: str, rank: int, worker: str | None, attempt: int, number: signal.Signals
 ) -> Fault | None:
@@ -54,12 +64,18 @@ def strike(
     if worker is None:
         pids = [pid_of(laminar.run_dir, rank)]
     else:
-        (log,) = laminar.run_dir.glob(f"logs/rank-{rank:05d}.*.{worker}.log")
-        pids = writers_of(laminar.run_dir, log)
+        pids = workers_of(laminar, rank, worker)
     at = time.time()
     for pid in pids:
         os.kill(pid, number)
-    return Fault(kind, rank, worker, attempt, at) if pids else None
+    return Fault(kind, rank, worker, attempt, at, tuple(pids)) if pids else None
+
+
+def replaced(laminar: Laminar, fault: Fault) -> bool:
+    """Whether all processes that the fault has hit are gone, and their rank has started others."""
+    assert fault.worker is not None
+    pids = workers_of(laminar, fault.rank, fault.worker)
+    return bool(pids) and not set(pids) & set(fault.pids)
 
 
 def _zero(run: Run, attempt: int) -> float:
@@ -163,9 +179,9 @@ class History:
 
 def outcome(history: History, fault: Fault) -> Outcome:
     """What the record says about a fault; `history` is that of its attempt."""
-    loss = history.loss(fault)
+    loss = None if fault.worker == "task" else history.loss(fault)
     if loss is None:
-        return Outcome(None, None, None, 0, 0)
+        return Outcome(None, None, fault.replaced_s, 0, 0)
     at, lost = loss
     under_way = history.under_way(fault.rank, at)
     given, tokens = history.followed(under_way, at)

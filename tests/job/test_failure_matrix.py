@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from failures import Fault, Outcome, noticed, opened, outcomes, spread, strike, table
+from failures import Fault, Outcome, noticed, opened, outcomes, replaced, spread, strike, table
 from laminar_command import Laminar, pid_of, processes_of, shared_memory, wait_until
 from test_interrupt import all_gone, descendants, mpiexec_of, status_of
 
@@ -47,6 +47,7 @@ def sections(**job: object) -> dict[str, dict[str, object]]:
         "batch": {"prompts": 8, "group_size": 4},
         "control": {"steps": 100_000},
         "trainer": {"timeout_s": 15},
+        "task": {"deadline_s": 5, "prompt_deadline_s": 5},
         "checkpoint": {"every": 5},
         "evaluation": {"every": 0},
     }
@@ -70,12 +71,14 @@ class Job:
         status = status_of(self.laminar)
         return 0 if status is None else status.attempt
 
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> float:
+        """Seconds until it holds."""
+
         def holds() -> bool:
             assert self.command.poll() is None, self.command.communicate()
             return condition()
 
-        wait_until(holds, RECOVERY_S, what, every_s=0.25)
+        return wait_until(holds, RECOVERY_S, what, every_s=0.25)
 
     def at_work(self, rollouts: int, attempt: int = 0) -> None:
         """So many rollouts have pulled in this attempt, and it has made a checkpoint."""
@@ -111,13 +114,20 @@ class Job:
             return fault is not None
 
         self.wait(struck, f"{kind}: a worker to strike")
-        self.faults.append(faults[0])
-        if worker != "task":
-            self.wait(lambda: noticed(opened(self.laminar), self.faults[-1]), f"{kind}: noticed")
+        (fault,) = faults
+        if worker == "task":
+            replaced_s = self.wait(lambda: replaced(self.laminar, fault), f"{kind}: replaced")
+            fault = fault._replace(replaced_s=replaced_s)
+        else:
+            self.wait(lambda: noticed(opened(self.laminar), fault), f"{kind}: noticed")
+        self.faults.append(fault)
         self.steps(4)
 
     def end(self) -> Run:
-        """Ask it to stop; all of it goes away, every prompt is accounted for, and nothing is at odds in the record."""
+        """Ask it to stop; all of it goes away, every prompt is accounted for, and nothing is at odds in the record.
+
+        Every relay that was lost has had a spare in its place.
+        """
         pids = descendants(self.command.pid)
         os.kill(self.command.pid, signal.SIGTERM)
         output, errors = self.command.communicate(timeout=RECOVERY_S)
@@ -128,6 +138,8 @@ class Job:
         assert run.unreadable == []
         for check in run_checks(run):
             assert check.result is not Result.VIOLATED, check
+        relays = sum(fault.kind.startswith("relay") for fault in self.faults)
+        assert run.values("relay_events", "what").count("taken_over") == relays
         return run
 
 
