@@ -222,10 +222,11 @@ def test_losses_that_begin_another_attempt(
     struck("trainer's rank, SIGKILL", lambda: signal_rank(trainers[repetition % 2], KILL))
     struck("trainer's rank, SIGSTOP", lambda: signal_rank(trainers[(repetition + 1) % 2], STOP))
     struck("manager, SIGKILL", lambda: signal_rank(manager, KILL))
+    struck("manager, SIGSTOP", lambda: signal_rank(manager, STOP))
     struck("all processes and the launcher, SIGKILL", kill_node)
     job.at_work(rollouts=4, attempt=job.attempt())
     run = job.end()
-    assert len(run.attempts) == 5
+    assert len(run.attempts) == 6
     assert run.table("steps")["step"].max() == status_of(laminar).step  # type: ignore[union-attr]
 
 
