@@ -111,18 +111,21 @@ class Fetch:
     def waiting_for(self) -> str:
         """What it waits for and from whom, for people."""
         chunks = ", ".join(f"{asked.chunk} from rank {asked.part.source}" for asked in self._asked)
-        return f"chunk {chunks} of version {self.version}" if chunks else f"a source for version {self.version}"
+        lost = ", ".join(f"rank {rank}" for rank in sorted(self._lost & self._sources.ranks))
+        source = f"a source for version {self.version}{f' in place of {lost}' if lost else ''}"
+        return f"chunk {chunks} of version {self.version}" if chunks else source
 
     def has(self, chunk: int) -> bool:
         """Whether `chunk` is there and right."""
         return chunk in self._digests
 
     def stalled_on(self, now: float, timeout_s: float) -> int | None:
-        """A source that has sent nothing for `timeout_s` though asked; asking again starts the time anew."""
-        if not self._asked or now - self._moved_s < timeout_s:
+        """A source that has sent nothing for `timeout_s` though asked, or that the transport has lost; once in that time."""
+        sources = [asked.part.source for asked in self._asked] or sorted(self._lost & self._sources.ranks)
+        if not sources or now - self._moved_s < timeout_s:
             return None
         self._moved_s = now
-        return self._asked[0].part.source
+        return sources[0]
 
     def poll(self, now: float) -> bool:
         """Take what has arrived, ask for more; whether there was anything to do."""

@@ -121,6 +121,9 @@ class RemoteImage:
     def _try_begin(self, now: float) -> None:
         assert self._wanted is not None
         relay, version = self._wanted
+        newest = self._image.newest
+        if newest is not None and newest > version:  # from a relay that was ahead of this one: nobody reads it any more
+            self._image.void({self._transport.rank})
         if self._image.state(version) is SlotState.READY:  # fetched for a worker that did not live to load it
             self._wanted, self._ready = None, version
         elif self._fetches.begin(version, FromRelay(relay, self._manifest), range(self._manifest.chunks), now):

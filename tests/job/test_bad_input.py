@@ -39,7 +39,7 @@ def refused(laminar: Laminar, *arguments: object, names: str) -> None:
         ("rolout.slots=3", "unknown key rolout; did you mean rollout?"),
         ("rollout.slots=many", "rollout.slots"),
         ("rollout.slots=0", "rollout.slots"),
-        ("control.mode=sinc", "'laminar' or 'sync'"),
+        ("control.mode=sinc", "'laminar', 'sync', 'one_step', 'stream' or 'partial'"),
         ("rollout.engine=fast", "rollout.engine"),
         ("trainer.engine=fast", "trainer.engine"),
         ("job.rollouts=0", "job.rollouts"),
@@ -158,7 +158,7 @@ def test_a_dry_run_refuses_what_is_wrong_anywhere(laminar: Laminar) -> None:
     ("ranks", "overrides", "names"),
     [
         (3, [], "5 ranks"),
-        (5, ["control.mode=sinc"], "'laminar' or 'sync'"),
+        (5, ["control.mode=sinc"], "'stream' or 'partial'"),
         (5, ["model.path=no-model"], "no-model"),
     ],
 )

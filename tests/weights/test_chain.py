@@ -504,6 +504,19 @@ def test_a_source_that_sends_nothing_is_named_once_in_the_time_allowed() -> None
     assert one.relay.stalled_on(11.0, 5.0) == (3, 2)
 
 
+def test_a_source_that_the_transport_alone_has_lost_is_named_too() -> None:
+    """A broken connection to a relay that lives: nobody else knows of it."""
+    one = OneRelay()
+    one.relay.start(one.broadcast(3, [2, 1]), now=0.0)
+    one.relay.poll(1.0)
+    one.transport.forget(2)
+    one.relay.poll(2.0)
+    assert one.relay.waiting_for == "a source for version 3 in place of rank 2"
+    assert one.relay.stalled_on(6.0, 5.0) is None
+    assert one.relay.stalled_on(7.0, 5.0) == (3, 2)
+    assert one.relay.stalled_on(8.0, 5.0) is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -187,3 +187,17 @@ def test_the_next_relay_lends_the_version_whose_chunk_broke_off(pair: Pair, cut_
     assert "one more (dropped, lent to nobody, in a transfer)" in pair.remote.waiting_for
     pair.now = SLOT_PATIENCE_S
     check(pair.fetch(), 5)
+
+
+def test_an_older_version_of_another_relay_is_taken_by_an_engine_that_begins_anew(pair: Pair) -> None:
+    pair.relays[1].hold(5)
+    pair.remote.begin(1, 5, 0.0)
+    check(pair.fetch(), 5)
+    pair.remote.done(5)
+    pair.relays[2].hold(4)
+    pair.remote.begin(2, 4, 0.0)
+    check(pair.fetch(), 4)
+    pair.remote.done(4)
+    pair.relays[2].hold(5)
+    pair.remote.begin(2, 5, 0.0)
+    check(pair.fetch(), 5)
