@@ -107,6 +107,8 @@ class Task(Section):
     """Length of the interval before `rollout.max_response_tokens` in which the reward falls by up to 1, as in DAPO (0: off)."""
     deadline_s: Seconds = 5.0
     """How long grading one response may take."""
+    prompt_deadline_s: Seconds = 30.0
+    """How long making one prompt may take, from the data set's row to the model's tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> Task:

@@ -7,7 +7,8 @@ before it is answered.
     request                      what becomes of it
     a verifier raises            RAISED, says the worker
     a verifier does not end      DEADLINE, says the worker, which has lost a child to it
-    no prompt can be made        NO_PROMPT, says the worker
+    no prompt can be made, or    NO_PROMPT, says the worker
+    none before its deadline
 
     worker                       what happens
     dies, or says nothing at     started again. One grade that was asked of it is RAISED or DEADLINE. Several are sent again,
@@ -198,8 +199,8 @@ class Grader:
             return self._config.job.start_timeout_s
         if not self._sent:
             return math.inf
-        is_grade = self._sent[0].is_grade
-        return GRACE_S + (self._config.task.deadline_s if is_grade else self._config.job.start_timeout_s)
+        task = self._config.task
+        return GRACE_S + (task.deadline_s if self._sent[0].is_grade else task.prompt_deadline_s)
 
     def _after_silence(self, now: float) -> list[Outcome]:
         if self.up is None:

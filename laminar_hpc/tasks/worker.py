@@ -64,7 +64,7 @@ def _answer(channel: Channel, worker: Channel, config: Config, child: Child) -> 
     while worker not in wait_any([channel, worker, *child.channels()], child.left_s(time.monotonic())):
         while (message := channel.receive()) is not None:
             if isinstance(message, EncodePrompt):
-                child.ask(message, config.job.start_timeout_s)
+                child.ask(message, config.task.prompt_deadline_s)
             elif isinstance(message, Grade):
                 child.ask(message, config.task.deadline_s)
             elif isinstance(message, Shutdown):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from failures import Fault, Outcome, noticed, opened, outcome, strike, table
+from failures import Fault, Outcome, noticed, opened, outcomes, replaced, spread, strike, table
 from laminar_command import Laminar, pid_of, processes_of, shared_memory, wait_until
 from test_interrupt import all_gone, descendants, mpiexec_of, status_of
 
@@ -24,6 +24,7 @@ from laminar_hpc.record.reader import Run
 pytestmark = [pytest.mark.job, pytest.mark.slow]
 
 RECOVERY_S = 300.0
+ELSEWHERE_S = 1.0
 REPETITIONS = 5
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -46,6 +47,7 @@ def sections(**job: object) -> dict[str, dict[str, object]]:
         "batch": {"prompts": 8, "group_size": 4},
         "control": {"steps": 100_000},
         "trainer": {"timeout_s": 15},
+        "task": {"deadline_s": 5, "prompt_deadline_s": 5},
         "checkpoint": {"every": 5},
         "evaluation": {"every": 0},
     }
@@ -58,7 +60,7 @@ class Job:
         self.laminar = laminar
         self.before = shared_memory()
         self.command = laminar.start("run", laminar.config(**sections(**job)))
-        self.faults: list[tuple[Fault, int]] = []
+        self.faults: list[Fault] = []
         self.random = random.Random(str(laminar.directory))
 
     def ranks(self, role: str) -> list[int]:
@@ -69,12 +71,14 @@ class Job:
         status = status_of(self.laminar)
         return 0 if status is None else status.attempt
 
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> float:
+        """Seconds until it holds."""
+
         def holds() -> bool:
             assert self.command.poll() is None, self.command.communicate()
             return condition()
 
-        wait_until(holds, RECOVERY_S, what)
+        return wait_until(holds, RECOVERY_S, what, every_s=0.25)
 
     def at_work(self, rollouts: int, attempt: int = 0) -> None:
         """So many rollouts have pulled in this attempt, and it has made a checkpoint."""
@@ -97,16 +101,33 @@ class Job:
         self.wait(lambda: status_of(self.laminar).step >= status.step + more, f"{more} steps more")  # type: ignore[union-attr]
 
     def strike(self, kind: str, rank: int, worker: str | None, number: signal.Signals) -> None:
-        """At a random moment of the next steps; and wait until the loss is known and training goes on."""
+        """At a random moment of the next steps; and wait until the loss is known and training goes on.
+
+        A worker that was lost before is struck again as soon as another one has been started, ready or not.
+        """
         self.steps(self.random.randint(1, 6))
-        fault = strike(self.laminar, kind, rank, worker, number)
-        self.faults.append((fault, self.attempt()))
-        if worker != "task":
-            self.wait(lambda: noticed(opened(self.laminar), *self.faults[-1]) is not None, f"{kind}: noticed")
+        faults: list[Fault] = []
+
+        def struck() -> bool:
+            fault = strike(self.laminar, kind, rank, worker, self.attempt(), number)
+            faults.extend([] if fault is None else [fault])
+            return fault is not None
+
+        self.wait(struck, f"{kind}: a worker to strike")
+        (fault,) = faults
+        if worker == "task":
+            replaced_s = self.wait(lambda: replaced(self.laminar, fault), f"{kind}: replaced")
+            fault = fault._replace(replaced_s=replaced_s)
+        else:
+            self.wait(lambda: noticed(opened(self.laminar), fault), f"{kind}: noticed")
+        self.faults.append(fault)
         self.steps(4)
 
     def end(self) -> Run:
-        """Ask it to stop; all of it goes away, every prompt is accounted for, and nothing is at odds in the record."""
+        """Ask it to stop; all of it goes away, every prompt is accounted for, and nothing is at odds in the record.
+
+        Every relay that was lost has had a spare in its place.
+        """
         pids = descendants(self.command.pid)
         os.kill(self.command.pid, signal.SIGTERM)
         output, errors = self.command.communicate(timeout=RECOVERY_S)
@@ -117,23 +138,31 @@ class Job:
         assert run.unreadable == []
         for check in run_checks(run):
             assert check.result is not Result.VIOLATED, check
+        relays = sum(fault.kind.startswith("relay") for fault in self.faults)
+        assert run.values("relay_events", "what").count("taken_over") == relays
         return run
-
-    def outcomes(self, run: Run) -> list[tuple[Fault, Outcome]]:
-        return [(fault, outcome(run, fault, attempt)) for fault, attempt in self.faults]
 
 
 @pytest.fixture(scope="module")
-def results() -> object:
-    """Of all jobs, printed at the end."""
+def results() -> Iterator[list[tuple[Fault, Outcome]]]:
+    """Of the losses inside jobs: as a table at the end."""
     found: list[tuple[Fault, Outcome]] = []
     yield found
     if found:
         print("\n" + table(found))
 
 
+@pytest.fixture(scope="module")
+def first_steps() -> Iterator[dict[str, list[float]]]:
+    """Of the losses that begin another attempt: seconds until its first step, as a table at the end."""
+    found: dict[str, list[float]] = {}
+    yield found
+    for kind, took_s in found.items():
+        print(f"\n{kind:40} {len(took_s):3} first step after {spread(took_s)} s", end="")
+
+
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
-def test_losses_inside_a_job(laminar: Laminar, results: list, repetition: int) -> None:
+def test_losses_inside_a_job(laminar: Laminar, results: list[tuple[Fault, Outcome]], repetition: int) -> None:
     job = Job(laminar)
     job.at_work(rollouts=4)
     trainers, relays, rollouts = job.ranks("trainer"), job.ranks("relay"), job.ranks("rollout")
@@ -152,12 +181,18 @@ def test_losses_inside_a_job(laminar: Laminar, results: list, repetition: int) -
     for fault in faults:
         job.strike(*fault)
     run = job.end()
-    results += job.outcomes(run)
+    found = outcomes(run, job.faults)
+    results += found
+    print("\n" + "\n".join(f"{fault.kind:28} {result}" for fault, result in found))
     assert run.attempts == [0]
+    lost = [result for fault, result in found if fault.kind.startswith("rollout") and result.trajectories]
+    assert all(result.goes_on_s is not None and result.goes_on_s < ELSEWHERE_S for result in lost), lost
 
 
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
-def test_losses_that_begin_another_attempt(laminar: Laminar, repetition: int) -> None:
+def test_losses_that_begin_another_attempt(
+    laminar: Laminar, first_steps: dict[str, list[float]], repetition: int
+) -> None:
     job = Job(laminar, relaunches=20)
 
     def struck(kind: str, hit: Callable[[], None]) -> None:
@@ -171,6 +206,7 @@ def test_losses_that_begin_another_attempt(laminar: Laminar, repetition: int) ->
             f"{kind}: a step of the next attempt",
         )
         print(f"\n{kind}: {took_s:.1f} s until a step of the next attempt")
+        first_steps.setdefault(kind, []).append(took_s)
 
     def signal_rank(rank: int, number: signal.Signals) -> None:
         os.kill(pid_of(laminar.run_dir, rank), number)
@@ -186,10 +222,11 @@ def test_losses_that_begin_another_attempt(laminar: Laminar, repetition: int) ->
     struck("trainer's rank, SIGKILL", lambda: signal_rank(trainers[repetition % 2], KILL))
     struck("trainer's rank, SIGSTOP", lambda: signal_rank(trainers[(repetition + 1) % 2], STOP))
     struck("manager, SIGKILL", lambda: signal_rank(manager, KILL))
+    struck("manager, SIGSTOP", lambda: signal_rank(manager, STOP))
     struck("all processes and the launcher, SIGKILL", kill_node)
     job.at_work(rollouts=4, attempt=job.attempt())
     run = job.end()
-    assert len(run.attempts) == 5
+    assert len(run.attempts) == 6
     assert run.table("steps")["step"].max() == status_of(laminar).step  # type: ignore[union-attr]
 
 
@@ -241,5 +278,5 @@ def test_ten_minutes_of_chaos(laminar: Laminar) -> None:
         elif kind == "worker":
             job.strike(kind, job.random.choice(trainers), kind, KILL)
     run = job.end()
-    print("\n" + table(job.outcomes(run)))
+    print("\n" + table(outcomes(run, job.faults)))
     assert run.attempts == [0, 1, 2]

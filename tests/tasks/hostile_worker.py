@@ -131,7 +131,9 @@ class HostileTask:
     has_special_tokens = False
 
     def text(self, purpose: Purpose, index: int, quote: Callable[[str], str] = str) -> str:
-        """Prompt 666 ends the process."""
+        """Prompt 666 ends the process, 777 never comes back."""
+        if index == 777:
+            _hang()
         if index == 666:
             os._exit(3)
         return quote(f"{purpose.value} {index}")

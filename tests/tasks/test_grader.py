@@ -351,6 +351,24 @@ def test_a_worker_that_says_nothing_is_replaced(start: Start, grade: Grade, toke
     assert [outcome.reward for outcome in grade(grader, ["0.5"])] == [0.5]
 
 
+def test_a_worker_that_says_nothing_makes_its_prompts_after_all(
+    start: Start, tokens_of: Callable[[str], bytes]
+) -> None:
+    """Stopped from outside: the next one is asked for the same."""
+    grader = start(task={"prompt_deadline_s": DEADLINE_S})
+    collect_up(grader)
+    assert grader.pid is not None
+    stopped = grader.pid
+    os.kill(stopped, signal.SIGSTOP)
+    grader.encode(7, TRAIN, 2)
+    now = time.monotonic()
+    assert grader.poll(now) == grader.poll(now + 5.4) == []
+    assert grader.restarts == 0
+    assert grader.poll(now + 5.6) == []
+    assert is_gone(stopped)
+    assert collect(grader, 1) == [Outcome(7, tokens=tokens_of("train 2"))]
+
+
 def test_what_is_forgotten_is_not_returned(strict: Grader, tokens_of: Callable[[str], bytes]) -> None:
     for trajectory, text in enumerate(["0", "hang", "1"]):
         strict.grade(trajectory, TRAIN, 0, tokens_of(text))
@@ -402,6 +420,19 @@ def test_a_prompt_that_cannot_be_made_is_no_prompt_and_the_rest_goes_on(start: S
     assert (deadly.trajectory, deadly.verdict) == (2, Verdict.NO_PROMPT)
     assert "exit code 3" in deadly.reason
     assert (other.trajectory, other.verdict) == (3, None)
+    assert grader.restarts == 0
+
+
+def test_a_prompt_that_is_never_made_is_no_prompt_and_the_rest_goes_on(start: Start) -> None:
+    """777 does not come back."""
+    grader = start(task={"prompt_deadline_s": DEADLINE_S})
+    for trajectory, prompt in ((0, 3), (1, 777), (2, 4)):
+        grader.encode(trajectory, TRAIN, prompt)
+    before, never, after = collect(grader, 3)
+    assert (before.trajectory, before.verdict) == (0, None)
+    assert (never.trajectory, never.verdict) == (1, Verdict.NO_PROMPT)
+    assert "longer than 0.5 s" in never.reason
+    assert (after.trajectory, after.verdict) == (2, None)
     assert grader.restarts == 0
 
 
