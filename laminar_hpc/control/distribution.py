@@ -13,10 +13,10 @@ Rules
    is kept. When the master holds one, the next starts at once, behind it in the same chain.
 2. A version is released to the trainers when no relay will fetch it from them any more: it was skipped or stopped, or it is
    HELD and a newer one is published. So the newest published version is never released, and nothing is lost with a master.
-3. Each version has a chain of its own. A lost relay is taken out of it; one whose receiver waits in vain goes to its end; one
-   that joins is put there. Where the first of a chain has not got the version, and another has, that one goes to the front:
-   it needs nothing from the trainers. Where nobody has it and the trainers have let go of it, it is dropped: a newer one is
-   published then, by rule 2, and repairs everything.
+3. Each version has a chain of its own. A lost relay is taken out of it; one whose receiver waits in vain goes to its end, as
+   does a master that waits for a trainer in vain; one that joins is put there. Where the first of a chain has not got the
+   version, and another has, that one goes to the front: it needs nothing from the trainers. Where nobody has it and the
+   trainers have let go of it, it is dropped: a newer one is published then, by rule 2, and repairs everything.
 4. A relay that joins catches up from the newest version that any relay holds.
 
 A trainer with three slots never waits. Let n be the newest published version. At most one older version is not released: by
@@ -53,7 +53,8 @@ class Delivery(msgspec.Struct, eq=False):
     """A version on its way. `begun_s` is when its hand-over to the present master began (None: it was never broadcast).
 
     `holders` are relays that have said that they hold it, `stalled` those that a receiver of it has waited for in vain,
-    `complaints` has when each relay complained last, and `cut_off` those that have waited for a trainer in vain.
+    `complaints` has when each relay complained last, and `cut_off` those that have waited for a trainer in vain since all
+    had.
     `undisturbed`: it has had one master only, so that its hand-over takes what hand-overs take.
     """
 
@@ -136,16 +137,15 @@ class Distribution:
         """A relay waits in vain for chunks of a version: its source goes to the end of the chain, unless it waits itself.
 
         So does the source in the chains of other versions that take the same link, and in chains to come. A master that
-        waits for a trainer goes to the end itself, unless all others have tried; it is the trainer's heartbeats that tell
-        whether it lives.
+        waits for a trainer goes to the end itself: it is the trainer's heartbeats that tell whether it lives.
         """
         relay = self.relays.current(event.rank, event.incarnation)
         delivery = self._deliveries.get(event.version)
         if relay is None or delivery is None:
             return []
-        if event.source not in delivery.chain:  # a trainer: whoever waits for this relay waits for it too
+        if event.source not in self.relays:  # a trainer: whoever waits for this relay waits for it too
             delivery.complaints[relay.rank] = now
-            return self._change_master(delivery, relay, event.source, now)
+            return self._change_master(delivery, relay, now)
         if not _precedes(delivery.chain, event.source, event.rank):
             return []
         relay.slow = False  # it is another one's victim
@@ -316,17 +316,20 @@ class Distribution:
             commands += self._handed_over(delivery, now)
         return commands
 
-    def _change_master(self, delivery: Delivery, master: Relay, trainer: int, now: float) -> list[Command]:
-        """The master gets nothing from a trainer: let another relay try, which may have another way to it."""
-        delivery.cut_off.add(master.rank)
-        if delivery.held or delivery.chain[0] != master.rank or delivery.cut_off.issuperset(delivery.chain):
+    def _change_master(self, delivery: Delivery, master: Relay, now: float) -> list[Command]:
+        """The master gets nothing from a trainer: let the next relay try, which may have another way to it, in turn for ever."""
+        if delivery.held or delivery.chain[0] != master.rank:
             return []
+        delivery.cut_off.add(master.rank)
+        if delivery.cut_off.issuperset(delivery.chain):
+            delivery.cut_off.clear()
         master.slow = True
-        why = f"the master, rank {master.rank}, waits in vain for trainer rank {trainer}, and goes to the end of chains"
+        why = f"the master, rank {master.rank}, waits in vain for a trainer, and goes to the end of chains"
         chain = moved_back(delivery.chain, master.rank)
         while chain[0] in delivery.cut_off:
             chain = moved_back(chain, chain[0])
-        return [Sever(why, trainer, master.rank), *self._reroute(delivery, chain, why, now)]
+        severed = [Sever(why, share.rank, master.rank) for share in delivery.shares]
+        return [*severed, *self._reroute(delivery, chain, why, now)]
 
     def _uses_link(self, delivery: Delivery, source: int, relay: Relay) -> bool:
         """Whether `relay` is still to get this version, or part of it, from `source`."""

@@ -36,7 +36,8 @@ class Condition(str, Enum):
 class Relay(msgspec.Struct, eq=False):
     """A relay or a spare.
 
-    `spare`: it has never been called. `slow`: a relay behind it has waited for it in vain; it is at the end of later chains.
+    `spare`: it has never been called. `slow`: a relay behind it has waited for it in vain, or it for a trainer; it is at the end
+    of later chains.
     `heard`: it has spoken since it was lost.
     """
 
@@ -104,11 +105,10 @@ class Relays:
 
     def chain(self) -> list[int]:
         """The ready relays in the order of a new chain."""
-        ready = self.ready
-        chain = self._order(ready)
-        for relay in ready:
-            if relay.slow:
-                chain = moved_back(chain, relay.rank)
+        chain = order = self._order(self.ready)
+        for rank in order:
+            if self._by_rank[rank].slow:
+                chain = moved_back(chain, rank)
         return chain
 
     def nearest(self, node: str) -> Relay | None:

@@ -7,7 +7,8 @@ into memory that is in use for something else by then, and nothing could stop it
 buffer, and a receive that was cancelled before its offer came is over at once; an offer for it is answered with a receipt.
 
 What ends when a rank is gone: a read fails by itself, or when the connection to that rank is closed, which `forget` and
-the death of a rank under MPI do; a send to it has nothing that could fail, and ends by `forget` or by such a death.
+the death of a rank under MPI do; a send to it has nothing that could fail, and ends by `forget` or by such a death. Until the
+other rank forgets this one too, it may still read: what it gets then is told from what it should by its digest alone.
 
 Agents (NIXL's name for a process) are made for one process and named after it. Every ticket and offer carries what its
 receiver needs to reach the other agent, a few hundred bytes, so that there is no handshake and nothing to restore.

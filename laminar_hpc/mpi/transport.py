@@ -71,8 +71,9 @@ class Transport(Protocol):
     def forget(self, rank: int) -> None:
         """`rank` counts as gone: all transfers with it that are not done end in PeerLost. Later ones are as any other.
 
-        It may be alive, stopped or cut off, and wake up. So they end when nothing reads from the buffer, or writes to it, any
-        more, which may be never.
+        It may be alive, stopped or cut off, and wake up. So a receive ends when nothing writes to its buffer any more, and a
+        send when nothing reads from it, which may be never; or at once, where what the other rank still reads goes to a
+        receive that it has not given up either, and that it checks.
         """
 
     def poll(self) -> None:

@@ -162,7 +162,10 @@ class Forget(Command, frozen=True):
 
 
 class Sever(Command, frozen=True):
-    """Nothing comes from relay `source` to relay `rank`: both forget what is between them, and each goes on with the others."""
+    """Nothing comes from `source`, a relay or trainer, to relay `rank`: both forget what is between them.
+
+    Each goes on with the others.
+    """
 
     source: int
     rank: int

@@ -46,6 +46,7 @@ from laminar_hpc.protocol.events import (
     AnyEvent,
     Event,
     JobFailed,
+    LinkStalled,
     RankHeard,
     RankLost,
     RelayHolds,
@@ -219,7 +220,7 @@ class ManagerLoop:
     def _decide(self, event: AnyEvent, now: float) -> None:
         if self._ending is not None:
             return
-        if not (isinstance(event, RankHeard) or (isinstance(event, Streamed) and not event.progress)):
+        if _is_progress(event):
             self._moved = now
         if self._recorded is not None:
             self._recorded.event(event, now)
@@ -358,9 +359,9 @@ class ManagerLoop:
         """A spare becomes a relay: from now on it counts as one."""
         self._rank.promote(command.rank)
         self._silent.discard(command.rank)
-        self._rank.mail.send(command.rank, command)
         if self._desk.layout is not None:
             self._rank.mail.send(command.rank, self._desk.layout)
+        self._rank.mail.send(command.rank, command)
 
     # --- watchdogs --------------------------------------------------------------------------------------------------
 
@@ -491,3 +492,16 @@ class ManagerLoop:
 
     def _rank_problem(self) -> str:
         return "the launcher is gone" if self._rank.parent_is_gone() else "the manager failed; see its log"
+
+
+def _is_progress(event: AnyEvent) -> bool:
+    """Whether an event says that the job moves, and not merely that a rank lives, or what it waits for in vain."""
+    match event:
+        case RankHeard() | LinkStalled():
+            return False
+        case RankLost():
+            return event.role != Role.SPARE.value
+        case Streamed():
+            return bool(event.progress)
+        case _:
+            return True

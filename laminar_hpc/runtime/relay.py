@@ -33,8 +33,8 @@ from laminar_hpc.weights.pull import Lender
 class RelayLoop:
     """A link of the chain. It has no worker: it moves bytes."""
 
-    def __init__(self, rank: Rank, epochs: Epochs | None = None) -> None:
-        """`epochs` has the losses that a spare has heard of by now, which takes over (None: a relay from the start)."""
+    def __init__(self, rank: Rank, epochs: Epochs | None = None, layout: Layout | None = None) -> None:
+        """For a spare that takes over: `epochs` has the losses that it has heard of by now, `layout` is there if it has come."""
         self._takes_over = epochs is not None
         self.done = False
         self.clean = True
@@ -42,7 +42,8 @@ class RelayLoop:
         self._incarnation = 0
         self._epochs = epochs or Epochs()
         self._transport: Transport = build_transport(rank.config.weights.transport, rank.world)
-        self._layout: Layout | None = None
+        self._layout = layout
+        self._called_s = 0.0
         self._forwarder: Forwarder | None = None
         self._lender: Lender | None = None
         self._probe: LinkProbe | None = None
@@ -51,14 +52,17 @@ class RelayLoop:
         self._early: list[tuple[int, AnyRecord]] = []
 
     def start(self, now: float) -> None:
-        """Say hello."""
-        self._say_ready()
+        """Say hello; a relay that takes over in mid-run, when it has its memory."""
+        self._called_s = now
+        if self._layout is None:
+            self._say_ready()
 
     def receive(self, source: int, message: AnyRecord, now: float) -> None:
         """Take one message."""
         match message:
             case Layout():
                 self._layout = message
+                self._check_memory()
                 self._begin(now)
             case MeasureLink():
                 self._probe = LinkProbe(self._transport, self._rank.mail.send, message.source, now)
@@ -76,8 +80,9 @@ class RelayLoop:
     def turn(self, now: float) -> bool:
         """Move chunks; tell the manager what is complete, and what does not come."""
         probing = self._measure(now)
-        if self._layout is not None and self._forwarder is None:
+        if self._takes_over and self._layout is not None and self._forwarder is None and self._has_memory(now):
             self._begin(now)
+            self._say_ready()
         if self._forwarder is None or self._lender is None:
             return probing
         complete = self._forwarder.poll(now)
@@ -151,19 +156,32 @@ class RelayLoop:
 
     def _forget(self, lost: Lost) -> None:
         self._transport.forget(lost.rank)
+        self._probes.forget(lost.rank)
         self._epochs.lost(lost.rank, lost.epoch)
         if self._forwarder is not None and self._lender is not None:
             self._forwarder.forget(lost.rank)
             self._lender.drop(lost.rank)
 
+    def _has_memory(self, now: float) -> bool:
+        """Whether there is memory to begin; ConfigError where there is none for too long.
+
+        The lost relay's image is there until the rollouts of this node have weights from elsewhere.
+        """
+        assert self._layout is not None
+        if has_room(self._layout.manifest.nbytes * self._rank.config.weights.slots):
+            return True
+        if now - self._called_s > self._rank.config.job.silence_timeout_s:
+            self._check_memory()
+        return False
+
+    def _check_memory(self) -> None:
+        assert self._layout is not None
+        slots = self._rank.config.weights.slots
+        check_memory(self._layout.manifest.nbytes * slots, f"{slots} slots of the weight image")
+
     def _begin(self, now: float) -> None:
         assert self._layout is not None
         rank, weights = self._rank, self._rank.config.weights
-        needed = self._layout.manifest.nbytes * weights.slots
-        if not self._takes_over:
-            check_memory(needed, f"{weights.slots} slots of the weight image")
-        elif not has_room(needed):
-            return  # the lost relay's image is there until the rollouts of this node have weights from elsewhere
         self._forwarder = Forwarder(
             self._transport,
             self._layout,
@@ -185,6 +203,7 @@ class RelayLoop:
         for other in range(self._rank.world.size):
             if other != self._rank.world.rank:
                 self._transport.forget(other)
+                self._probes.forget(other)
         self._epochs.begin_anew(message.epoch)
         self._early.clear()
         if self._forwarder is not None and self._lender is not None:

@@ -6,7 +6,7 @@ from laminar_hpc.errors import ProtocolError
 from laminar_hpc.process.channel import Channel
 from laminar_hpc.protocol.commands import TakeOver
 from laminar_hpc.protocol.events import SpareReady
-from laminar_hpc.protocol.peer import Lost
+from laminar_hpc.protocol.peer import Layout, Lost
 from laminar_hpc.protocol.wire import AnyRecord
 from laminar_hpc.runtime.rank import LONGEST_NAP_S, Rank
 from laminar_hpc.runtime.relay import RelayLoop
@@ -22,6 +22,7 @@ class SpareLoop:
         self._rank = rank
         self._relay: RelayLoop | None = None
         self._epochs = Epochs()
+        self._layout: Layout | None = None
 
     def start(self, now: float) -> None:
         """Say that there is a spare."""
@@ -34,8 +35,10 @@ class SpareLoop:
             self._relay.receive(source, message, now)
         elif isinstance(message, TakeOver):
             self._rank.promote(self._rank.world.rank)
-            self._relay = RelayLoop(self._rank, self._epochs)
+            self._relay = RelayLoop(self._rank, self._epochs, self._layout)
             self._relay.start(now)
+        elif isinstance(message, Layout):
+            self._layout = message
         elif isinstance(message, Lost):
             self._epochs.lost(message.rank, message.epoch)
         else:

@@ -15,7 +15,7 @@ from collections import deque
 from typing import NamedTuple
 
 from laminar_hpc.errors import EngineError, ProtocolError
-from laminar_hpc.mpi.transport import build_transport
+from laminar_hpc.mpi.transport import Transport, build_transport
 from laminar_hpc.policy.balance import replica_of
 from laminar_hpc.policy.roles import Role
 from laminar_hpc.process.channel import Channel, ChannelClosed
@@ -75,6 +75,7 @@ class TrainerLoop:
         self._heard_s = 0.0
         """When the worker last said something, or was first asked for what it has not answered."""
         self._publisher: Publisher | None = None
+        self._transport: Transport | None = None
         self._stall_s: dict[int, float] = {}
         self._work: deque[Train | Publish | Checkpoint] = deque()
         self._payload: dict[tuple[int, int], list[list[Block]]] = {}
@@ -157,7 +158,8 @@ class TrainerLoop:
             case Train(step=step, minibatch=minibatch):
                 return f"the payload of mini-batch {minibatch} of step {step} from the store"
             case Publish(version=version):
-                return f"memory to publish version {version}: relays still fetch older ones"
+                assert self._publisher is not None
+                return self._publisher.waiting_for(version)
             case Checkpoint(step=step):
                 return f"the end of what comes before the checkpoint of step {step}"
 
@@ -184,6 +186,8 @@ class TrainerLoop:
         self._end_worker()
         if self._publisher is not None:
             self._publisher.close()
+        if self._transport is not None:
+            self._transport.close()
 
     @property
     def _collecting(self) -> bool:
@@ -383,9 +387,9 @@ class TrainerLoop:
         check_memory(
             TRAINER_SLOTS * sum(tile.nbytes for tile in tiles), f"{TRAINER_SLOTS} slots of this trainer's shard"
         )
-        transport = build_transport(rank.config.weights.transport, rank.world)
+        self._transport = build_transport(rank.config.weights.transport, rank.world)
         self._publisher = Publisher(
-            transport, layout, rank.mail.send, slots=TRAINER_SLOTS, verify=verify, has_room=has_room
+            self._transport, layout, rank.mail.send, slots=TRAINER_SLOTS, verify=verify, has_room=has_room
         )
 
     def _trained(self, message: TrainedOn) -> None:

@@ -94,6 +94,7 @@ class WeightsDesk:
             return
         self._lent_at = now
         if self._from_afar:
+            self._memory.close()  # the lost relay's, which its node needs for the next one
             self._fetch_from(source, wanted.version, now)
             return
         try:
@@ -177,6 +178,8 @@ class WeightsDesk:
         """Give up what memory there is."""
         if self._remote is not None:
             self._remote.close()
+        if self._transport is not None:
+            self._transport.close()
         self._memory.close()
 
     def _give_back(self) -> None:

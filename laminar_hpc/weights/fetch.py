@@ -154,9 +154,14 @@ class Fetch:
     def refused(self, message: ChunkGone) -> None:
         """A source will never have what was asked of it."""
         for asked in [*self._asked, *self._left_behind]:
-            if asked.chunk == message.chunk and asked.part.source == message.rank:
-                asked.transfer.cancel()  # nothing was sent for it, so this takes
-                (self._asked if asked in self._asked else self._left_behind).remove(asked)
+            if asked.chunk != message.chunk or asked.part.source != message.rank:
+                continue
+            if not asked.transfer.cancel():  # it is an earlier question that is being answered
+                self._leave_behind(asked)
+            elif asked in self._asked:
+                self._asked.remove(asked)
+            else:
+                self._left_behind.remove(asked)
         self._forget_chunk(message.chunk)
         self.gone |= message.rank in self._sources.ranks
 

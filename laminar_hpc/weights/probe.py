@@ -99,7 +99,7 @@ class ProbeServer:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._memory: NDArray[np.uint8] | None = None
-        self._sending: list[Transfer] = []
+        self._sending: list[tuple[int, Transfer]] = []
 
     def serve(self, request: ProbeRequest) -> None:
         """Begin to send."""
@@ -107,9 +107,14 @@ class ProbeServer:
             self._memory = np.zeros(LARGEST_BYTES, dtype=np.uint8)
             self._transport.register(self._memory)
         nbytes = min(request.nbytes, LARGEST_BYTES)
-        self._sending.append(self._transport.send(request.rank, request.ticket, self._memory[:nbytes]))
+        transfer = self._transport.send(request.rank, request.ticket, self._memory[:nbytes])
+        self._sending.append((request.rank, transfer))
+
+    def forget(self, rank: int) -> None:
+        """`rank` is gone: what is sent to it, whose bytes never change, is not waited for."""
+        self._sending = [sending for sending in self._sending if sending[0] != rank]
 
     def poll(self) -> bool:
         """Take note of what has been sent; whether sends are still under way."""
-        self._sending = [transfer for transfer in self._sending if not has_ended(transfer)]
+        self._sending = [sending for sending in self._sending if not has_ended(sending[1])]
         return bool(self._sending)

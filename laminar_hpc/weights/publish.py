@@ -96,6 +96,10 @@ class Publisher:
         self._begun = version
         return WriteWeights(version=version, path=self._image.path, offset=self._image.offset_of(version))
 
+    def waiting_for(self, version: int) -> str:
+        """What `version` waits for before it can be written, for people."""
+        return self._filling.waiting_for(version)
+
     def written(self, message: WeightsWritten) -> None:
         """The worker has written a version: from now on it is served, and `poll` tells when its digests are there."""
         version = message.version

@@ -91,6 +91,8 @@ class ChunkServer:
     def begin_anew(self) -> None:
         """This rank was lost itself: whoever has asked it by then asks another one."""
         self._waiting.clear()
+        self._given_up += self._sending
+        self._sending = []
 
     def poll(self) -> bool:
         """Take note of sends that are done, and begin those that can be; whether there were any."""

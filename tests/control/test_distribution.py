@@ -493,26 +493,51 @@ def test_what_goes_the_other_way_over_a_severed_link_is_asked_for_again(tier):
 def test_where_a_trainer_sends_nothing_each_relay_is_the_master_once(tier):
     measured(tier)
     tier.published(1)
-    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("broadcast", 1, [5, 6, 7, 4])]
+    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("sever", 2, 4), ("broadcast", 1, [5, 6, 7, 4])]
     assert tier.stall(4, 1, 1) == []  # said before it heard so
-    assert tier.stall(5, 1, 1) == [("sever", 1, 5), ("broadcast", 1, [6, 7, 4, 5])]
+    assert tier.stall(5, 1, 1) == [("sever", 1, 5), ("sever", 2, 5), ("broadcast", 1, [6, 7, 4, 5])]
     assert tier.stall(7, 6, 1) == [("sever", 6, 7), ("broadcast", 1, [7, 4, 5, 6])]
     tier.holds(1, 7)
     assert tier.stall(7, 1, 1) == []
     assert tier.published(2) == [("release", 1), ("broadcast", 2, [7, 4, 5, 6])]
-    for master, chain in ((7, [4, 5, 6, 7]), (4, [5, 6, 7, 4]), (5, [6, 7, 4, 5])):
-        assert tier.stall(master, 1, 2) == [("sever", 1, master), ("broadcast", 2, chain)]
-    assert tier.stall(6, 1, 2) == []  # it is not the relays' links
+    chain = [7, 4, 5, 6]
+    for master in (7, 4, 5, 6, 7):
+        chain = [*chain[1:], master]
+        assert tier.stall(master, 1, 2) == [("sever", 1, master), ("sever", 2, master), ("broadcast", 2, chain)]
+
+
+def test_where_all_relays_are_slow_their_order_is_as_if_none_were():
+    switches = {"n4": "left", "n5": "right", "n6": "left", "n7": "right"}
+    tier = measured(Tier(4, 5, 6, 7, switches=switches))
+    assert tier.published(1)[-1] == ("broadcast", 1, [4, 6, 5, 7])
+    for master in (4, 6, 5, 7):
+        assert ("sever", 1, master) in tier.stall(master, 1, 1)
+    tier.holds(1, 4)
+    assert tier.published(2) == [("release", 1), ("broadcast", 2, [4, 6, 5, 7])]
+
+
+def test_a_relay_that_was_just_lost_is_not_taken_for_a_trainer(tier):
+    measured(tier)
+    tier.published(1)
+    assert tier.lose(4) == [("forget", 4), ("broadcast", 1, [5, 6, 7])]
+    assert tier.stall(5, 4, 1) == []  # said before it heard so
 
 
 def test_a_relay_behind_a_master_that_waits_for_a_trainer_has_to_wait_too():
     tier = measured(Tier(4, 5))
     tier.published(1)
-    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("broadcast", 1, [5, 4])]
-    assert tier.stall(5, 1, 1) == []  # nobody else could try
-    assert tier.stall(4, 5, 1) == []
+    assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("sever", 2, 4), ("broadcast", 1, [5, 4])]
     tier.now += 5.1
-    assert tier.stall(4, 5, 1) == [("sever", 5, 4), ("broadcast", 1, [4, 5])]
+    assert tier.stall(5, 1, 1) == [("sever", 1, 5), ("sever", 2, 5), ("broadcast", 1, [4, 5])]
+    assert tier.stall(5, 4, 1) == [("sever", 4, 5), ("broadcast", 1, [5, 4])]  # 4 has not complained for long
+    assert tier.stall(4, 5, 1) == []  # 5 has, just now
+
+
+def test_a_master_without_another_relay_asks_its_trainers_again():
+    tier = measured(Tier(4))
+    tier.published(1)
+    for _ in range(3):
+        assert tier.stall(4, 1, 1) == [("sever", 1, 4), ("sever", 2, 4), ("broadcast", 1, [4])]
 
 
 def test_complaints_of_what_is_over_are_void(tier):

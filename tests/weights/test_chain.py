@@ -529,6 +529,40 @@ def test_a_trainer_publishes_on_though_relays_are_cut_off_in_the_middle() -> Non
         assert np.array_equal(line, image_of(one.layout.manifest, version)[:100])
 
 
+def test_a_refusal_does_not_end_an_earlier_question_that_is_being_answered() -> None:
+    """Relay 2 is asked twice for chunk 0, with others asked in between, answers the first time and refuses the second."""
+    one = OneRelay(slots=2)
+    source = MemoryTransport(one.net, 2)
+    source.register(one.image)
+
+    def question() -> ChunkRequest:
+        one.relay.poll(0.0)
+        one.deliver()
+        asked = [message for rank, message in one.to_others if rank == 2 and isinstance(message, ChunkRequest)]
+        return [message for message in asked if message.chunk == 0][-1]
+
+    one.relay.start(one.broadcast(3, [2, 1]), now=0.0)
+    first = question()
+    one.net.stall_link(0, 1)
+    one.relay.start(one.broadcast(3, [1]), now=0.0)
+    one.relay.start(one.broadcast(3, [2, 1]), now=0.0)
+    assert question().ticket != first.ticket
+    source.send(1, first.ticket, one.image[:100])
+    one.net.stall_link(1, 2)
+    for chunk in (0, 1):
+        one.relay.refused(ChunkGone(2, 3, chunk))
+    one.relay.poll(0.0)
+    one.write(4)
+    one.net.resume_link(0, 1)
+    one.relay.start(one.broadcast(4, [1]), now=0.0)
+    assert one.run() == [4]
+    one.net.resume_link(1, 2)
+    one.net.move_one()
+    one.relay.poll(200.0)
+    assert pins(one) == 0
+    assert np.array_equal(one.relay.image.bytes_of(4), image_of(one.layout.manifest, 4))
+
+
 def test_a_source_gets_its_lease_back_though_another_one_hangs() -> None:
     one = OneRelay(slots=2)
     break_off(one, 3)
