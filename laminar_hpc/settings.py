@@ -22,6 +22,8 @@ def controller_settings(
         minibatches=config.batch.minibatches,
         ahead=config.control.ahead,
         sampler=config.control.sampler,
+        sampler_half_life=config.control.sampler_half_life,
+        capacity=config.control.capacity,
         eviction=config.control.eviction,
         max_staleness=config.control.max_staleness,
         evaluation_every=config.evaluation.every,

@@ -252,10 +252,18 @@ class Control(Section):
     """A row of policy/modes.py."""
     steps: Positive = 100
     """Training steps of the whole run."""
+    colocated: bool = False
+    """mode sync with paced engines: trainers and rollouts have the same GPUs, which turn from one to the other and back in each
+    step, at the cost of `paced.switch_s`."""
     ahead: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Prompts are handed out while those in flight and in the buffer are at most (1 + ahead) steps' worth (mode laminar)."""
-    sampler: Literal["fifo"] = "fifo"
-    """Which finished groups a step takes first."""
+    sampler: Literal["fifo", "freshest", "weighted"] = "fifo"
+    """Which finished groups a step takes first: the first finished, those of the newest weights, or at random, the stale ones
+    less often."""
+    sampler_half_life: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """weighted: how many versions of staleness make a group half as likely."""
+    capacity: Count = 0
+    """How many finished groups are kept at most: of more, the stalest are thrown away (0: no limit)."""
     eviction: Literal["none", "stale", "wait"] = "none"
     """Which finished groups are thrown away unused: none, or those that are staler than `max_staleness`. wait: none, since
     prompts are handed out and steps begin only so that no group becomes as stale (AReaL's rule)."""
@@ -336,7 +344,10 @@ class Paced(Section):
     needed. model: those that the model at model.path makes, computed ahead of time by the torch engine."""
     lengths: str = ""
     """lengths: how long responses are: "7b-math", "32b-math", "72b-math" as published, or a CSV file with the header
-    "tokens,cdf" ("": those of `model`)."""
+    "tokens,cdf" ("": those of `model`). model: how many decode steps a response takes, over which its tokens are spread
+    evenly ("": as many as it has tokens)."""
+    train: bool = False
+    """model: trainers take the time of the table too, where they would be sooner done."""
     decode: list[tuple[Positive, Cost]] = []
     """Points [batch, seconds] of a decode step, batches rising; between them it is linear, behind them the last slope goes on."""
     step_overhead_s: Cost | None = None
@@ -353,6 +364,8 @@ class Paced(Section):
     """How long a trainer stands still to publish its weights."""
     load_s: Cost | None = None
     """How long an engine stands still to load weights."""
+    switch_s: Cost | None = None
+    """control.colocated: how long all GPUs stand still in each step, to turn from generating to training and back."""
     image_bytes: Annotated[int, Field(ge=8, le=1 << 40)] = 1 << 20
     """trainer.engine = "paced": size of the weight image, whose bytes have no meaning."""
 
@@ -425,6 +438,10 @@ class Config(Section):
                 f"job.silence_timeout_s must be at least twice job.heartbeat_s ({self.job.heartbeat_s:g}), "
                 f"got {self.job.silence_timeout_s:g}"
             )
+        if 0 < self.control.capacity < self.batch.prompts:
+            raise ValueError(
+                f"control.capacity must be 0 or at least batch.prompts ({self.batch.prompts}), got {self.control.capacity}"
+            )
         if self.rollout.concurrency < self.batch.group_size:
             raise ValueError(
                 f"rollout.concurrency must be at least batch.group_size ({self.batch.group_size}), got {self.rollout.concurrency}"
@@ -450,6 +467,11 @@ class Config(Section):
     def timing_only(self) -> bool:
         """Whether responses have a length and no meaning, so that no model is needed, and none is trained."""
         return self.rollout.engine == "paced" and self.paced.tokens == "lengths"
+
+    @property
+    def timed_trainer(self) -> bool:
+        """Whether trainers learn, in the time of emulated ones."""
+        return self.rollout.engine == "paced" and not self.timing_only and self.paced.train
 
     @property
     def replicas(self) -> int:

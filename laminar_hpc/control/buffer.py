@@ -3,7 +3,7 @@
     (in flight) -> BUFFERED -> taken by a batch, or evicted with a reason
 
 Invariants: a group is in the buffer at most once, and leaves it at most once. Candidates keep the order in which they
-finished. If `evict` is called after every publication, no group in it is ever older than the eviction allows.
+finished. If `evict` is called after every publication, the buffer never has more, or older groups, than the eviction allows.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ class Buffer:
         return len(self._candidates)
 
     def add(self, candidate: Candidate, newest_step: int) -> list[Evicted]:
-        """A group has finished; if it is too old already, it is not kept, and comes back.
-
-        The others need no look: only a publication makes them older.
-        """
+        """A group has finished; what goes for that, perhaps itself."""
         assert candidate.group not in self._candidates, f"group {candidate.group} is in the buffer already"
-        evicted = self._eviction.evict([candidate], newest_step)
-        if not evicted:
-            self._candidates[candidate.group] = candidate
-        return evicted
+        self._candidates[candidate.group] = candidate
+        return self.evict(newest_step)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -47,17 +42,17 @@ class Buffer:
     def __contains__(self, group: int) -> bool:
         return group in self._candidates
 
-    def take(self, count: int, pressing: Sequence[int] = ()) -> list[int]:
+    def take(self, count: int, newest_step: int, pressing: Sequence[int] = ()) -> list[int]:
         """`count` groups for a step, no longer in the buffer: the `pressing` ones, which are in it, before all others."""
         first = pressing[:count]
         others = [one for one in self._candidates.values() if one.group not in first] if first else self.candidates
-        groups = [*first, *self._sampler.choose(others, count - len(first))]
+        groups = [*first, *self._sampler.choose(others, count - len(first), newest_step)]
         for group in groups:
             del self._candidates[group]
         return groups
 
     def evict(self, newest_step: int) -> list[Evicted]:
-        """The groups that a publication has made too old, no longer in the buffer."""
+        """What goes now, since a publication has made it older, no longer in the buffer."""
         evicted = self._eviction.evict(self._candidates.values(), newest_step)
         for item in evicted:
             del self._candidates[item.group]

@@ -96,7 +96,7 @@ class Experience:
             assert group.version is not None, f"group {group.id} was in the buffer without a version"
             settlement.group(group, State.DISCARDED, item.reason, staleness=state.versions.staleness(group.version))
             state.work_has_appeared = True
-        return [*settlement.commands(f"{len(evicted)} groups in the buffer have become too old")]
+        return [*settlement.commands(f"{len(evicted)} groups in the buffer are too old, or too many")]
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,8 @@ class Experience:
             pressing, in_flight = state.pressing()
             if in_flight > settings.prompts - training.taken - unit:
                 break  # the step has to take them too
-            batch = [self._take(number) for number in state.buffer.take(unit, pressing)]
+            newest = state.versions.newest_step
+            batch = [self._take(number) for number in state.buffer.take(unit, newest, pressing)]
             batch.sort(key=lambda item: item.group.draw)  # mini-batches shall not depend on which group was done first
             commands += training.feed(batch, now)
             state.work_has_appeared = True

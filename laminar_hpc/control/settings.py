@@ -50,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     minibatches: int = 1
     ahead: float = 1.0
     sampler: str = "fifo"
+    sampler_half_life: float = 1.0
+    capacity: int = 0
     eviction: str = "none"
     max_staleness: int = 8
     evaluation_every: int = 0

@@ -24,7 +24,10 @@ class JobState:
         self.mode = settings.pipeline
         self.ledger = PromptLedger(settings)
         self.pool = TrajectoryPool(settings.first_hand_out, self.mode.mixes)
-        self.buffer = Buffer(make_sampler(settings.sampler), make_eviction(settings.eviction, settings.max_staleness))
+        self.buffer = Buffer(
+            make_sampler(settings.sampler, settings.sampler_half_life, settings.seed),
+            make_eviction(settings.eviction, settings.max_staleness, settings.capacity),
+        )
         self.versions = Versions(settings.attempt, settings.first_version, settings.trainers)
         relays = Relays(settings.relays, settings.trainer_nodes, settings.switches)
         self.distribution = Distribution(relays, settings.relay_timeout_s)

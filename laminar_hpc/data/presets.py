@@ -18,6 +18,9 @@ STEP_OVERHEAD_S = 0.023
 OPERATIONS_PER_S = 0.4 * 989e12
 """Of a GPU that prefills: 40 % of an H800's dense bfloat16 peak."""
 
+HOST_BYTES_PER_S = 25e9
+"""Between a GPU and its host's memory: about what 16 lanes of PCIe 4 give."""
+
 COLUMNS = ["tokens", "cdf"]
 
 
@@ -87,6 +90,7 @@ def preset_costs(model: str) -> Costs:
         train_token_s=1 / preset.trained_tokens_per_s,
         publish_s=preset.publish_s,
         load_s=preset.load_s,
+        switch_s=2 * 2 * preset.parameters / preset.gpus / HOST_BYTES_PER_S,
     )
 
 
@@ -103,6 +107,8 @@ def costs_of(config: Config) -> Costs:
         )
     if config.rollout.kv_cache_tokens:
         own["kv_cache_tokens"] = config.rollout.kv_cache_tokens
+    if not config.control.colocated:
+        own["switch_s"] = 0.0
     return msgspec.structs.replace(preset_costs(paced.model), **own)
 
 
@@ -142,7 +148,7 @@ def check_paced(config: Config) -> None:
             f"paced.load_s: a load takes {load_s:g} s of this machine; rollout.timeout_s, after which a silent engine is "
             f"started again, must be more, got {config.rollout.timeout_s:g}"
         )
-    if config.timing_only:
+    if config.timing_only or config.paced.lengths:
         response_lengths(config)
 
 

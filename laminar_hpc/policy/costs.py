@@ -64,6 +64,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """How long a trainer stands still to publish its weights."""
     load_s: float
     """How long an engine stands still to load weights."""
+    switch_s: float = 0.0
+    """How long all stand still in each step where trainers and engines share GPUs: from generating to training, and back."""
+
+    @property
+    def published_s(self) -> float:
+        """How long a trainer stands still between two steps."""
+        return self.publish_s + self.switch_s
 
     def step_s(self, batch: int) -> float:
         """Seconds of a decode step of `batch` trajectories, at least 1."""

@@ -8,8 +8,11 @@ ROUNDS = 8
 """With 4 rounds the images of small ranges are measurably uneven over the keys; with 6 they are not."""
 
 
+HASH_BITS = 63
+
+
 def stable_hash(*parts: int | str) -> int:
-    """A number of 63 bits that depends on `parts`, their order and their types, and on nothing else."""
+    """A number of `HASH_BITS` bits that depends on `parts`, their order and their types, and on nothing else."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

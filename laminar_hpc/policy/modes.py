@@ -38,6 +38,11 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
     repack: bool = False
 
     @property
+    def alternates(self) -> bool:
+        """Whether nothing is generated while a step is trained on, so that trainers and rollouts may have the same GPUs."""
+        return self.cohorts_ahead == 0
+
+    @property
     def mixes(self) -> bool:
         """Whether the tokens of a trajectory may come from several versions."""
         return self.refresh is Refresh.INTERRUPTED

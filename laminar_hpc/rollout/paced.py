@@ -154,13 +154,14 @@ class PacedEngine:
             active = self._active[trajectory]
             active.response = response
             request = active.request
-            context = len(request.prompt) + len(request.response)
-            self._batch.add(trajectory, context, response.length - len(request.response), now_s)
+            done = -(-len(request.response) * response.steps // response.length)
+            self._batch.add(trajectory, len(request.prompt) + done, response.steps - done, now_s)
         return ended + self._batch.advance(now_s)
 
     def _generated(self, trajectory: int, response: Response) -> int:
         """Tokens of the response after the last whole step."""
-        return response.length - self._batch.left_tokens(trajectory)
+        done = response.steps - self._batch.left_tokens(trajectory)
+        return done * response.length // response.steps
 
     def _tell(self, ended: list[EndedAt]) -> list[Run]:
         now = self._time.now()

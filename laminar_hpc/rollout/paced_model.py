@@ -8,25 +8,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.config.schema import Config
+from laminar_hpc.data.presets import costs_of, response_lengths
 from laminar_hpc.protocol.peer import Lease, Manifest
 from laminar_hpc.protocol.trajectory import Stop
 from laminar_hpc.rollout.api import Request
-from laminar_hpc.rollout.paced_tokens import Response
+from laminar_hpc.rollout.paced_tokens import Response, drawn_length
 from laminar_hpc.rollout.torch_engine import TorchEngine
 
 
 class _Generated:
-    """A response whose tokens from place `first` on have been computed."""
+    """A response whose tokens from place `first` on have been computed. It takes `least_steps` decode steps or more."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, least_steps: int) -> None:
         self.stop = Stop.LENGTH
         self._first = first
+        self._least_steps = least_steps
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
 
     @property
     def length(self) -> int:
         return self._first + len(self._tokens)
+
+    @property
+    def steps(self) -> int:
+        return max(self.length, self._least_steps)
 
     def extend(self, token: int, logprob: float) -> None:
         self._tokens.append(token)
@@ -44,18 +50,24 @@ class ModelTokens:
 
     A trajectory's tokens do not depend on the batch, so those that have come are generated to their ends at once, in a
     batch of their own. That takes this machine's time, and where it is not there in time, the engine is late.
+
+    With `paced.lengths`, a response takes as many decode steps, and as much of the KV cache, as one of that distribution, over
+    which its tokens are spread evenly: so a small model's short answers take the time of a large one's long ones.
     """
 
     def __init__(self, config: Config, device: int) -> None:
         """The torch engine of a config that `check_torch` lets in."""
         self._engine = TorchEngine(config, device)
+        self._steps = response_lengths(config) if config.paced.lengths else None
+        self._most_steps = costs_of(config).kv_cache_tokens - config.rollout.max_prompt_tokens
         self._new: dict[int, _Generated] = {}
 
     def admit(self, request: Request) -> Stop | None:
         """As in `TokenSource`."""
         stop = self._engine.add(request)
         if stop is None:
-            self._new[request.trajectory] = _Generated(len(request.response))
+            steps = 0 if self._steps is None else drawn_length(self._steps, request.seed, self._most_steps)
+            self._new[request.trajectory] = _Generated(len(request.response), steps)
         return stop
 
     def drop(self, trajectory: int) -> None:

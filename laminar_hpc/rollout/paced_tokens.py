@@ -32,6 +32,10 @@ class Response(Protocol):
     def length(self) -> int:
         """How many tokens it has, with those that there were already when it came."""
 
+    @property
+    def steps(self) -> int:
+        """How many decode steps it takes from its first token on: `length`, or more where each token stands for several."""
+
     def tokens(self, first: int, last: int) -> bytes:
         """Its tokens from place `first` up to `last` (int32, little-endian)."""
 
@@ -68,7 +72,7 @@ class _Meaningless:
     """Token p of the response with seed s is (s + p) modulo `VOCABULARY`, so that any rollout goes on with it alike."""
 
     def __init__(self, seed: int, length: int, limit: int) -> None:
-        self.length = length
+        self.length = self.steps = length
         self.stop = Stop.LENGTH if length >= limit else Stop.END_TOKEN
         self._first_token = seed % VOCABULARY
 

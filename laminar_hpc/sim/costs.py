@@ -20,7 +20,7 @@ class SimulatedCosts:
         """Of a config that `check_paced` lets in."""
         self.scale = config.paced.time_scale
         self.engine = costs_of(config)
-        self.publish_s = self.engine.publish_s * self.scale
+        self.publish_s = self.engine.published_s * self.scale
         self.load_s = self.engine.load_s * self.scale
         self._lengths = response_lengths(config)
         self._longest = config.rollout.max_response_tokens

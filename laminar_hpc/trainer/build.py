@@ -10,7 +10,16 @@ from laminar_hpc.trainer.api import TrainingEngine
 
 
 def build_trainer(config: Config, trainer: int, trainers: int) -> TrainingEngine:
-    """The engine of `config.trainer.engine` for trainer number `trainer` of `trainers`."""
+    """The engine of `config.trainer.engine` for trainer number `trainer` of `trainers`, in emulated time if that is asked for."""
+    engine = _build(config, trainer, trainers)
+    if config.timed_trainer:
+        from laminar_hpc.trainer.paced import TimedTrainer
+
+        return TimedTrainer(engine, config)
+    return engine
+
+
+def _build(config: Config, trainer: int, trainers: int) -> TrainingEngine:
     if config.trainer.engine == "torch":
         from laminar_hpc.trainer.torch_trainer import TorchTrainer
 

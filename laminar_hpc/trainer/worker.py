@@ -43,7 +43,7 @@ from laminar_hpc.trainer.address import host_address, set_gloo_interface
 from laminar_hpc.trainer.api import Sequence, TrainingEngine, needs_proximal, needs_reference
 from laminar_hpc.trainer.batch import own_sequences
 from laminar_hpc.trainer.build import build_trainer
-from laminar_hpc.trainer.paced import PacedTrainer, sequences_of_lengths
+from laminar_hpc.trainer.paced import Paced, sequences_of_lengths
 
 SKIPPED_STEPS = 10
 """So many steps in a row whose gradients are not finite, or all steps of a shorter run, and the trainer gives up.
@@ -145,13 +145,13 @@ class _Service:
         if reference:
             batches = [self._score(sequences, "reference_logprobs") for sequences in batches]
         for message, sequences in zip(messages, batches, strict=True):
-            if isinstance(self._engine, PacedTrainer):
-                self._engine.begin(begun_s)
+            if isinstance(self._engine, Paced):
+                self._engine.schedule.begin(begun_s)
             metrics = self._engine.train(sequences, message.version)
             self._await_copy()
             ended_s = time.monotonic()
             tokens = sum(len(sequence.tokens) for sequence in sequences)
-            pace = self._engine.take_pace() if isinstance(self._engine, PacedTrainer) else None
+            pace = self._engine.schedule.take_pace() if isinstance(self._engine, Paced) else None
             self._channel.send(TrainedOn(message.step, message.minibatch, tokens, ended_s - begun_s, metrics, pace))
             begun_s = ended_s
             self._patience.note(message, metrics)

@@ -19,6 +19,7 @@ from laminar_hpc.control.controller import Controller, Settings
 from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.control.snapshot import Snapshot
 from laminar_hpc.policy.modes import MODES
+from laminar_hpc.policy.sampling import EVICTIONS, SAMPLERS
 from laminar_hpc.protocol.commands import HandOver, Interrupt, Pull, ReportMove, RestartTrainers, Settle
 from laminar_hpc.protocol.events import (
     Event,
@@ -38,15 +39,19 @@ STORM_MOVES = 150
 @st.composite
 def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
     minibatches = draw(st.integers(1, 2))
+    prompts = minibatches * draw(st.integers(1, 3))
     trainers = draw(st.integers(1, 4))
     return Settings(
         mode=mode,
         steps=draw(st.integers(1, 4)),
-        prompts=minibatches * draw(st.integers(1, 3)),
+        prompts=prompts,
         group_size=draw(st.integers(2, 4)),
         minibatches=minibatches,
         ahead=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
-        eviction=draw(st.sampled_from(["none", "stale", "wait"])),
+        sampler=draw(st.sampled_from(SAMPLERS)) if MODES[mode].cohorts_ahead is None else "fifo",
+        sampler_half_life=draw(st.sampled_from([0.5, 2.0])),
+        capacity=draw(st.sampled_from([0, prompts, prompts + 1])),
+        eviction=draw(st.sampled_from(EVICTIONS)),
         max_staleness=draw(st.integers(1, 2)),
         evaluation_every=draw(st.integers(0, 3)),
         evaluation_prompts=draw(st.integers(1, 9)),

@@ -39,6 +39,7 @@ def test_the_32b_numbers_are_the_published_ones() -> None:
     costs = preset_costs("32b")
     assert (costs.publish_s, costs.load_s, costs.kv_cache_tokens) == (0.64, 0.558, 640_000)
     assert costs.train_s(69_124) == pytest.approx(1.0, rel=1e-4)
+    assert costs.switch_s == pytest.approx(1.312)  # 16.4 GB out and in again, at 25 GB/s
     assert costs.prefill_s(1000) == pytest.approx(1000 * 2 * 32.8e9 / (4 * 0.4 * 989e12))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -35,8 +37,8 @@ def config_of(saved: Saved, **paced: object) -> Config:
     )
 
 
-def engine_of(saved: Saved, time: VirtualTime) -> PacedEngine:
-    config = config_of(saved)
+def engine_of(saved: Saved, time: VirtualTime, **paced: object) -> PacedEngine:
+    config = config_of(saved, **paced)
     engine = PacedEngine(config, ModelTokens(config, 0), time)
     engine.load(0, saved.manifest, saved.lease)
     return engine
@@ -80,6 +82,33 @@ def test_it_goes_on_elsewhere_with_the_same_tokens(llama: Saved) -> None:
     rest = everything(other)
     assert joined_whole + np.frombuffer(joined(rest, 0), "<i4").tolist() == whole
     assert other.add(request(0, prompt, 1.0, whole)) in (Stop.LENGTH, Stop.END_TOKEN)
+
+
+def test_short_responses_take_as_long_as_long_ones_and_are_told_evenly(llama: Saved, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("tokens,cdf\n400,0\n400,1\n")
+    [prompt] = prompts_of_lengths(9)
+    time = VirtualTime()
+    engine = engine_of(llama, time, lengths=str(lengths), prefill_token_s=0.0)
+    begin_s = time.now()
+    engine.add(request(0, prompt, 1.0))
+    told = engine.step()
+    time.now_s = begin_s + 200.0
+    told += engine.step()
+    half = engine.export(0)
+    told += everything(engine)
+    assert time.now() == pytest.approx(begin_s + 400.0)  # a decode step of one takes a second
+    whole = np.frombuffer(joined(told, 0), "<i4").tolist()
+    assert half == whole[: len(half)]
+    assert abs(len(half) - len(whole) / 2) <= 1
+    other_time = VirtualTime()
+    other = engine_of(llama, other_time, lengths=str(lengths), prefill_token_s=0.0)
+    begin_s = other_time.now()
+    other.add(request(0, prompt, 1.0, half))
+    rest = np.frombuffer(joined(everything(other), 0), "<i4").tolist()
+    assert half + rest == whole
+    steps_done = -(-len(half) * 400 // len(whole))
+    assert other_time.now() == pytest.approx(begin_s + 400.0 - steps_done)
 
 
 def test_one_that_goes_before_it_began_may_come_again(llama: Saved) -> None:

@@ -1,4 +1,4 @@
-"""What is seen at the door: packages that a chosen part needs and that are not installed."""
+"""What is seen at the door: packages that are not installed, and what a mode or its engines do not do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from laminar_hpc.config.load import check_config
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.runtime.check import check_parts
+from laminar_hpc.runtime.check import check_parts, check_pipeline
 
 
 def config(directory: Path, **sections: dict[str, object]) -> Config:
@@ -42,3 +42,37 @@ def test_what_is_not_chosen_may_be_missing(tmp_path: Path, monkeypatch: pytest.M
     hide(monkeypatch, "megatron", "nixl_cu12", "nixl_cu13", "nixl_rocm")
     with pytest.raises(ConfigError, match=r"model\.path"):  # the empty directory, which is looked at next
         check_parts(config(tmp_path, trainer={"engine": "torch"}, rollout={"engine": "torch"}))
+
+
+PACED = {"rollout": {"engine": "paced"}, "trainer": {"engine": "paced"}, "task": {"name": "synthetic"}}
+
+
+@pytest.mark.parametrize(
+    ("control", "sections", "message"),
+    [
+        (
+            {"mode": "one_step", "sampler": "freshest"},
+            {},
+            "control.sampler must be 'fifo' in mode one_step, .*got 'freshest'",
+        ),
+        ({"mode": "sync", "sampler": "weighted"}, {}, "control.sampler must be 'fifo' in mode sync, .*got 'weighted'"),
+        ({"mode": "laminar", "colocated": True}, PACED, "control.colocated must be false in mode laminar"),
+        ({"mode": "one_step", "colocated": True}, PACED, "control.colocated must be false in mode one_step"),
+        ({"mode": "sync", "colocated": True}, {}, "control.colocated needs paced rollouts and trainers"),
+    ],
+)
+def test_what_a_mode_does_not_do_is_refused(tmp_path: Path, control, sections, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_pipeline(config(tmp_path, control=control, **sections))
+
+
+@pytest.mark.parametrize(
+    ("control", "sections"),
+    [
+        ({"mode": "laminar", "sampler": "weighted"}, {}),
+        ({"mode": "partial", "sampler": "freshest"}, {}),
+        ({"mode": "sync", "colocated": True}, PACED),
+    ],
+)
+def test_what_a_mode_does_is_let_in(tmp_path: Path, control, sections) -> None:
+    check_pipeline(config(tmp_path, control=control, **sections))
