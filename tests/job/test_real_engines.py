@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from laminar_command import Laminar
 from test_run import finished, loaded_what_was_published, replayed
 
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.record.reader import Run
 
 pytest.importorskip("vllm")
@@ -111,6 +113,35 @@ def test_vllm_hands_trajectories_over_and_goes_on_with_them(laminar: Laminar) ->
     assert len(done) > 0
     assert np.all(done["resumed_s"] > done["handed_over_s"])
     same_numbers(run, steps=1, mean=1e-3)  # what was moved has the log-probabilities of the policy it was sampled from
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_on_vllm(laminar: Laminar, mode: str) -> None:
+    run = finished(
+        laminar,
+        job={"rollouts": 2, "start_timeout_s": 600},
+        rollout={
+            "engine": "vllm",
+            "eager": True,
+            "timeout_s": 300,
+            "concurrency": 8,
+            "slots": 8,
+            "max_response_tokens": 150,
+            "stream_interval_s": 0.02,
+        },
+        trainer={"engine": "megatron", "learning_rate": 1e-3, "weight_decay": 0.1},
+        control={"mode": mode, "steps": 4, "max_staleness": 2},
+        batch={"prompts": 4, "group_size": 4, "minibatches": 2},
+        evaluation={"every": 4, "prompts": 4},
+    )
+    assert list(run.table("steps")["step"]) == [1, 2, 3, 4]
+    loaded_what_was_published(run, versions=5)
+    replayed(run)
+    rows = run.table("trajectories")
+    assert np.any(rows["spans"] > 1) == MODES[mode].mixes
+    bound = msgspec.json.decode(run.metadata["staleness_bound"])
+    assert bound is None or np.all(run.table("steps")["staleness_consumption_max"] <= bound)
 
 
 @pytest.mark.slow

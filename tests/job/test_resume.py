@@ -48,10 +48,11 @@ def after_step(laminar: Laminar, command: subprocess.Popen[str], step: int) -> N
     wait_until(done, 400.0, f"step {step}")
 
 
-def interrupted_run(laminar: Laminar, mode: str) -> Run:
+def interrupted_run(laminar: Laminar, mode: str, **control: object) -> Run:
     """A run that is asked to stop, resumed, killed, resumed, killed and resumed to its end."""
     before = shared_memory()
-    command = laminar.start("run", laminar.config(**sections(mode, relaunches=0)))
+    own = sections(mode, relaunches=0)
+    command = laminar.start("run", laminar.config(**own | {"control": own["control"] | control}))
     after_step(laminar, command, 2)
     os.kill(command.pid, signal.SIGTERM)
     output, errors = command.communicate(timeout=120)
@@ -158,6 +159,20 @@ def test_in_sync_mode_it_is_the_same_to_the_last_bit(
     assert consumed(run) == consumed(whole)
     digests = [{int(row["step"]): int(row["digest"]) for row in one.table("publications")} for one in (run, whole)]
     assert digests[0][STEPS] == digests[1][STEPS]
+    for check in run_checks(run):
+        assert check.result is not Result.VIOLATED, check
+    for attempt in run.attempts:
+        replayed(run, attempt)
+
+
+@pytest.mark.slow
+def test_interrupted_trajectories_keep_their_bound_through_resumes(laminar: Laminar) -> None:
+    """Mode partial counts what was handed out since the beginning of the run, not since that of the attempt."""
+    run = interrupted_run(laminar, "partial", max_staleness=2)
+    steps = committed(run, "steps")
+    assert sorted(steps["step"]) == list(range(1, STEPS + 1))
+    assert np.all(run.table("steps")["staleness_consumption_max"] <= 2)
+    assert np.any(steps["staleness_consumption_max"] > 0)
     for check in run_checks(run):
         assert check.result is not Result.VIOLATED, check
     for attempt in run.attempts:

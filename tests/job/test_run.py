@@ -134,6 +134,23 @@ def test_a_run_finishes_and_its_record_holds(laminar: Laminar, mode: str, traine
         assert np.all(np.isfinite(steps[column])), column
 
 
+def test_sync_trains_on_what_the_very_policy_has_generated(laminar: Laminar) -> None:
+    """Steps of one mini-batch: no weights change between generating and training, so that all ratios are 1."""
+    run = finished(
+        laminar,
+        control={"mode": "sync", "steps": 3},
+        trainer={"learning_rate": 1e-3, "weight_decay": 0.1},
+        batch={"prompts": 4, "group_size": 4, "minibatches": 1},
+        evaluation={"every": 0},
+    )
+    metrics = run.table("step_metrics")
+    for name, expected in (("ratio_max", 1.0), ("mismatch_max", 0.0)):
+        values = metrics["value"][metrics["name"] == name.encode()]
+        assert len(values) == 3
+        assert values == pytest.approx(expected, abs=1e-5)
+    assert np.all(run.table("trajectories")["staleness_consumption"] <= 0)
+
+
 def test_interrupted_trajectories_go_on_under_newer_weights_within_the_bound(laminar: Laminar) -> None:
     """Mode partial: long responses, and steps of few of them."""
     run = finished(
