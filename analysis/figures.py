@@ -102,8 +102,8 @@ def reward(run: Run) -> Figure | None:
         _line(above, rows["step"], rows["reward_mean"], SKY, "each step")
         window = max(1, len(rows) // 20)
         if window > 1:
-            _line(above, rows["step"], _running_mean(rows["reward_mean"], window), BLUE, f"mean of {window} steps")
-            _legend(above)
+            _line(above, rows["step"], running_mean(rows["reward_mean"], window), BLUE, f"mean of {window} steps")
+            legend(above)
     above.set(title="Reward of trained-on trajectories", ylabel="reward")
     if len(held_out):
         below.plot(held_out["step"], held_out["accuracy"], color=ORANGE, marker="o", markersize=4)
@@ -130,9 +130,9 @@ def throughput(run: Run) -> Figure | None:
     ):
         _spans(below, timed, tokens / timed.seconds, end_s, colour, label)
     below.set(title="Training: tokens of a step / its time", ylabel="token/s")
-    _legend(below)
+    legend(below)
     for axes in (above, below):
-        _from_zero(axes)
+        from_zero(axes)
     _time_axis(below, end_s)
     return figure
 
@@ -165,7 +165,7 @@ def staleness(run: Run) -> Figure | None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.7, max(3.0, float(versions[-1])) + 0.7)
-    _legend(axes)
+    legend(axes)
     return figure
 
 
@@ -182,9 +182,9 @@ def response_length(run: Run) -> Figure | None:
     axes.fill_between(numbers, low, high, color=SKY, alpha=0.35, linewidth=0, label="10th to 90th percentile")
     _line(axes, numbers, middle, BLUE, "median")
     axes.set(title="Response length of trained-on trajectories", ylabel="response tokens")
-    _from_zero(axes)
+    from_zero(axes)
     _steps_axis(axes)
-    _legend(axes)
+    legend(axes)
     return figure
 
 
@@ -241,8 +241,8 @@ def engine(run: Run) -> Figure | None:
     above.set(title=f"KV cache, mean of {counted(count, 'rollout')}, an idle engine as 0", ylabel="share in use")
     above.set_ylim(0, 1.03)
     below.set(title="Trajectories in a rollout's engine, mean", ylabel="trajectories")
-    _from_zero(below)
-    _legend(below)
+    from_zero(below)
+    legend(below)
     _time_axis(below, end_s)
     return figure
 
@@ -262,7 +262,7 @@ def policy(run: Run) -> Figure | None:
     bottom.set(title="Clipped tokens", ylabel="share of tokens")
     bottom.yaxis.set_major_formatter(PercentFormatter(1.0))
     _steps_axis(bottom)
-    _legend(bottom)
+    legend(bottom)
     return figure
 
 
@@ -289,17 +289,17 @@ def _time_axis(axes: Axes, end_s: float) -> None:
     axes.set(xlabel="time since the start of the run (s)", xlim=(0.0, end_s))
 
 
-def _from_zero(axes: Axes) -> None:
+def from_zero(axes: Axes) -> None:
     """Let the y axis begin at 0, with room above the highest curve."""
     axes.set_ylim(0, max(1e-9, 1.08 * axes.dataLim.y1))
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     """Above the panel, to the right, where no curve is."""
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, fontsize=8.5)
 
 
-def _running_mean(values: Floats, window: int) -> Floats:
+def running_mean(values: Floats, window: int) -> Floats:
     """Mean of each value and the `window` - 1 before it, fewer at the start."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)

@@ -28,6 +28,7 @@ p.ending { margin: 0 0 18px; color: var(--soft); overflow-wrap: anywhere; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); align-items: start; }
 dl { display: grid; gap: 10px 24px; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); margin: 0; }
 dt { color: var(--soft); font-size: 13px; } dd { margin: 0; font-weight: 500; overflow-wrap: anywhere; }
+.wide { grid-column: 1 / -1; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: right; padding: 5px 10px; border-top: 1px solid var(--line); font-variant-numeric: tabular-nums;
   vertical-align: top; }
@@ -46,6 +47,9 @@ UNSURE_STATES = ("stopped", "unknown")
 
 TEXT_TABLES = ("reason", "what happened")
 """Headers of columns that hold sentences: their table is set flush left."""
+
+MANY_COLUMNS = 8
+"""A table with more of them has a row of the page to itself."""
 
 
 def render(
@@ -118,8 +122,8 @@ def _table(table: Table) -> str:
     header = "".join(f"<th>{escape(name)}</th>" for name in table.header)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    kind = "card text" if set(TEXT_TABLES) & set(table.header) else "card"
-    return f'<div class="{kind}"><h3>{escape(table.title)}</h3><table><tr>{header}</tr>{rows}</table>{note}</div>'
+    kind = "text" if set(TEXT_TABLES) & set(table.header) else "wide" if len(table.header) > MANY_COLUMNS else ""
+    return f'<div class="card {kind}"><h3>{escape(table.title)}</h3><table><tr>{header}</tr>{rows}</table>{note}</div>'
 
 
 def _unreadable(files: Sequence[tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -20,6 +21,9 @@ from .checks import Check, Result, run_checks, warnings
 from .page import render
 from .series import steps
 from .tables import Table, all_tables, summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PLAIN_WIDTH = 120
 """Columns of what is printed where no terminal says how wide it is."""
@@ -48,9 +52,7 @@ def make_report(run: Run) -> Report:
 def print_report(report: Report) -> None:
     """Print how the run ended, the checks and all tables."""
     run = report.run
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = plain_console()
     console.print(f"{title(run)}: {ending(run)}", markup=False, highlight=False)
     for name, value in report.summary:
         console.print(f"  {name}: {value}", markup=False, highlight=False)
@@ -58,7 +60,7 @@ def print_report(report: Report) -> None:
     for warning in report.warnings:
         console.print(Text(f"warning: {warning}", "yellow"))
     for table in report.tables:
-        _print_table(console, table)
+        print_table(console, table)
     if not len(steps(run)):
         console.print("No step has been trained yet.")
     for path, reason in run.unreadable:
@@ -75,32 +77,46 @@ def write_report(report: Report, out_dir: str | None = None) -> str:
     except ImportError as error:
         raise ConfigError(f"figures need matplotlib ({error}): pip install 'laminar_hpc[report]'") from error
     run = report.run
-    folder = out_dir or os.path.join(run.run_dir, "report")
+    return write_page(
+        out_dir or os.path.join(run.run_dir, "report"),
+        PAGE,
+        all_figures(run),
+        title=title(run),
+        ending=ending(run),
+        state=state(run),
+        summary=report.summary,
+        checks=report.checks,
+        warnings=report.warnings,
+        tables=report.tables,
+        unreadable=run.unreadable,
+        metadata=run.metadata,
+    )
+
+
+def write_page(folder: str, name: str, figures: dict[str, tuple[str, Figure]], **shown: Any) -> str:
+    """Write a page with these figures, titles and figures by name, and each as a PNG file, into `folder`; the page's path.
+
+    `shown` is what else the page shows, as `page.render` takes it. RecordError where the files cannot be written.
+    """
     try:
         os.makedirs(folder, exist_ok=True)
         pictures = []
-        for name, (figure_title, figure) in all_figures(run).items():
+        for picture, (figure_title, figure) in figures.items():
             buffer = BytesIO()
             figure.savefig(buffer, format="png", dpi=DPI)
-            _write(os.path.join(folder, f"{name}.png"), buffer.getvalue())
+            _write(os.path.join(folder, f"{picture}.png"), buffer.getvalue())
             pictures.append((figure_title, base64.b64encode(buffer.getvalue()).decode()))
-        page = render(
-            title=title(run),
-            ending=ending(run),
-            state=state(run),
-            summary=report.summary,
-            checks=report.checks,
-            warnings=report.warnings,
-            figures=pictures,
-            tables=report.tables,
-            unreadable=run.unreadable,
-            metadata=run.metadata,
-        )
-        path = os.path.join(folder, PAGE)
-        _write(path, page.encode())
+        path = os.path.join(folder, name)
+        _write(path, render(figures=pictures, **shown).encode())
     except OSError as error:
         raise RecordError(f"{folder}: cannot be written: {error.strerror}") from error
     return path
+
+
+def plain_console() -> Console:
+    """What tables are printed on: a terminal, or `PLAIN_WIDTH` columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def title(run: Run) -> str:
@@ -150,7 +166,8 @@ def _print_checks(console: Console, checks: list[Check]) -> None:
     console.print(table)
 
 
-def _print_table(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, its title above and its note below it."""
     shown = RichTable(title=Text(table.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for index, header in enumerate(table.header):
         shown.add_column(

@@ -7,8 +7,9 @@ import os
 import sys
 
 from laminar_hpc import __version__
-from laminar_hpc.config.load import key_lines, load_config
+from laminar_hpc.config.load import key_lines, load_config, load_modes
 from laminar_hpc.errors import ConfigError, LaminarError
+from laminar_hpc.policy.modes import MODES
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -70,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("config", help='a TOML file with rollout.engine = "paced"; jobs/configs/ has examples')
     _add_set(simulate)
     simulate.set_defaults(run=_simulate)
+
+    _add_compare(
+        commands.add_parser("compare", help="the same work in several modes and with several seeds: a table and a page")
+    )
 
     report = commands.add_parser("report", help="tables on the terminal, figures and an HTML page from a run's record")
     report.add_argument("run_dir", help="a run directory; the run may still be going on")
@@ -161,6 +166,40 @@ def _simulate(options: argparse.Namespace) -> int:
         f"{emulated_s:.1f} s of the emulated hardware, {ended.ended_s:.1f} s of the job's clock; record: {config.run_dir}"
     )
     return 0 if ended.ending.outcome == "finished" else EXIT_FAILED
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", help="a TOML file; its tables compare.MODE.SECTION are put over its own where a mode has its turn")
+    add("directory", help="for the runs, the page and the figures; what has finished there already is kept")
+    add("--modes", type=_words, default=list(MODES), help=f"in which order of turns (default: {','.join(MODES)})")
+    add("--seeds", type=_numbers, help="values of job.seed (default: the config's)")
+    _add_set(parser)
+    add("--simulate", action="store_true", help="in virtual time, as `laminar simulate`")
+    add("--no-bound", action="store_true", help="without the runs that measure generation and training alone")
+    add("--target", type=float, help="an accuracy: how long does each mode take to it?")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from laminar_hpc.analysis.compare import Member, compare
+    from laminar_hpc.analysis.compare_report import print_comparison, write_comparison
+    from laminar_hpc.launch.compare import check_turns, plan, run_turns
+    from laminar_hpc.launch.slurm import open_allocation
+
+    directory = os.path.abspath(options.directory)
+    configs = load_modes(options.config, options.modes, options.overrides, directory)
+    turns = plan(configs, options.seeds, bound=not options.no_bound)
+    allocation = None if options.simulate else open_allocation(os.environ)
+    finished = check_turns(turns, options.simulate, allocation)
+    outcome = run_turns(turns, finished, options.simulate, allocation)
+    if outcome.stopped is not None:
+        return outcome.stopped
+    members = [Member(one.kind, one.seed, one.config.run_dir, outcome.failures.get(one.name, "")) for one in turns]
+    compared = compare(members, list(configs), options.target)
+    print_comparison(compared)
+    print(f"page: {write_comparison(compared, directory)}")
+    return EXIT_FAILED if outcome.failures else 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -20,16 +20,48 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
     Paths in it come back absolute; relative ones start from the working directory. ConfigError, one line, where anything
     is unknown, missing or out of bounds.
     """
+    data = _read(path)
+    for override in overrides or []:
+        _put(data, override)
+    return resolve_paths(check_config(data, path))
+
+
+def load_modes(path: str, modes: list[str], overrides: list[str], run_dir: str) -> dict[str, Config]:
+    """The config in the file at `path` for each of `modes`: the file, over it its table `compare.MODE`, over that `overrides`.
+
+    Mode and run directory are those asked for, whatever the file says; `compare` is empty. Errors and paths as in `load_config`.
+    """
+    data = _read(path) | {"run_dir": run_dir}
+    for override in overrides:
+        _put(data, override)
+    sections = check_config(data, path).model_dump()["compare"]
+    configs = {}
+    for mode in modes:
+        whole = merged(data, sections.get(mode, {}))
+        for override in overrides:
+            _put(whole, override)
+        whole = merged(whole, {"run_dir": run_dir, "control": {"mode": mode}}) | {"compare": {}}
+        configs[mode] = resolve_paths(check_config(whole, f"{path}, mode {mode}"))
+    return configs
+
+
+def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Both tables as one: a value of `over` counts where both have one, and tables in them become one in the same way."""
+    both = dict(under)
+    for key, value in over.items():
+        below = both.get(key)
+        both[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return both
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
-            data = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not only TOML's own errors: a number may have too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for override in overrides or []:
-        _put(data, override)
-    return resolve_paths(check_config(data, path))
 
 
 def check_config(data: dict[str, Any], source: str) -> Config:

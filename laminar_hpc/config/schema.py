@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -245,10 +245,16 @@ class Batch(Section):
         return self
 
 
+Mode = Literal["laminar", "sync", "one_step", "stream", "partial"]
+
+MODES: tuple[str, ...] = get_args(Mode)
+"""The values of `control.mode`, and the names of tables below `compare`."""
+
+
 class Control(Section):
     """The pipeline."""
 
-    mode: Literal["laminar", "sync", "one_step", "stream", "partial"] = "laminar"
+    mode: Mode = "laminar"
     """A row of policy/modes.py."""
     steps: Positive = 100
     """Training steps of the whole run."""
@@ -414,6 +420,9 @@ class Config(Section):
     paced: Paced = Paced()
     record: Record = Record()
     checkpoint: Checkpoint = Checkpoint()
+    compare: dict[Mode, dict[str, Any]] = {}
+    """`laminar compare`: sections that are put over the others where a mode has its turn, as in [compare.sync.job]. A single run
+    has no use for them."""
 
     @model_validator(mode="after")
     def _check(self) -> Config:
