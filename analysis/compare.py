@@ -86,6 +86,11 @@ class Measured:
     config: dict[str, Any]
 
     @property
+    def title(self) -> str:
+        """Its kind for people: "alone-training" is training alone."""
+        return " ".join(reversed(self.kind.split("-")))
+
+    @property
     def emulated(self) -> bool:
         """Whether its engines are emulated, and its times with them."""
         return _emulates(self.config)
@@ -94,6 +99,10 @@ class Measured:
     def learns(self) -> bool:
         """Whether its responses have a meaning, and so rewards."""
         return not (self.emulated and self.config["paced"]["tokens"] == "lengths")
+
+
+Column = Callable[[list[Measured]], str]
+"""What a column says of the runs of a mode."""
 
 
 @dataclass(frozen=True)
@@ -217,44 +226,45 @@ def _checked(run: Run, kind: str, seed: int) -> Check:
 
 
 def tables(compared: Comparison) -> list[Table]:
-    """The table of all modes, and how fast each came to the target where one is set."""
-    found = [overview(compared)]
+    """All modes beside each other, and how fast each came to the target where one is set."""
+    found = [overview(compared), staleness(compared)]
     if compared.target is not None and compared.evaluated:
         found.append(time_to_accuracy(compared, compared.target))
     return found
 
 
 def overview(compared: Comparison) -> Table:
-    """All modes beside each other."""
-    columns = _columns(compared)
-    header = ["mode", *columns]
+    """How fast each mode was, how much its ranks stood idle, and what came of it."""
+    table = _table(compared, "Modes beside each other", _columns(compared), _note(compared))
+    failed = {
+        mode: "; ".join(f"seed {one.seed}: {one.failed}" for one in compared.failures if one.kind == mode)
+        for mode in compared.runs
+    }
+    if any(failed.values()):
+        table.header.append("failed")
+        for row in table.rows:
+            row.append(failed[row[0]] or ABSENT)
+    return table
+
+
+def _table(compared: Comparison, title: str, columns: dict[str, Column], note: str) -> Table:
     rows = [[mode, *(cell(runs) for cell in columns.values())] for mode, runs in compared.runs.items()]
-    failed: dict[str, list[str]] = {mode: [] for mode in compared.runs}
-    for failure in compared.failures:
-        failed.setdefault(failure.kind, []).append(f"seed {failure.seed}: {failure.failed}")
-    if any(failed[mode] for mode in compared.runs):
-        header.append("failed")
-        rows = [[*row, "; ".join(failed[row[0]]) or ABSENT] for row in rows]
-    return Table("Modes beside each other", header, rows, _note(compared))
+    return Table(title, ["mode", *columns], rows, note)
 
 
-def _columns(compared: Comparison) -> dict[str, Callable[[list[Measured]], str]]:
+def _columns(compared: Comparison) -> dict[str, Column]:
     """Header and contents of each column that there is anything for."""
     reference = compared.reference
     base = {run.seed: run.tokens_per_s for run in compared.runs[reference]}
-    columns: dict[str, Callable[[list[Measured]], str]] = {
+    columns: dict[str, Column] = {
         "tokens/s": lambda runs: spread(run.tokens_per_s for run in runs),
         f"x {reference}": lambda runs: spread(run.tokens_per_s / base[run.seed] for run in runs if run.seed in base),
     }
     bound = compared.bound
     if bound is not None:
         columns["of the bound"] = lambda runs: spread((run.tokens_per_s / bound.tokens_per_s for run in runs), share)
-    for role in IDLE_PHASES:
-        columns[f"{role}s idle"] = lambda runs, role=role: spread((run.idle[role] for run in runs), share)  # type: ignore[misc]
-    columns["staleness at finish"] = lambda runs: _staleness(run.staleness[:2] for run in runs)
-    columns["at consumption"] = lambda runs: _staleness(run.staleness[2:] for run in runs)
-    columns["tokens prefilled again"] = lambda runs: spread(run.prefilled_tokens for run in runs)
-    columns["tokens discarded"] = lambda runs: spread(run.discarded_tokens for run in runs)
+    columns["trainers idle"] = lambda runs: spread((run.idle["trainer"] for run in runs), share)
+    columns["rollouts idle"] = lambda runs: spread((run.idle["rollout"] for run in runs), share)
     if any(run.learns for run in compared.all_runs):
         columns["reward"] = lambda runs: spread(run.reward for run in runs)
     if compared.evaluated:
@@ -262,8 +272,23 @@ def _columns(compared: Comparison) -> dict[str, Callable[[list[Measured]], str]]
             run.accuracies.values[-1] for run in runs if len(run.accuracies.values)
         )
     if not all(np.isnan(run.lag) for run in compared.all_runs):
-        columns["lag"] = lambda runs: f"{max(run.lag for run in runs):.2%}" if runs else ABSENT
+        columns["lag"] = lambda runs: share(max(run.lag for run in runs)) if runs else ABSENT
     return columns
+
+
+def staleness(compared: Comparison) -> Table:
+    """How many versions behind trajectories were, and the tokens that it took more than once or for nothing."""
+    columns: dict[str, Column] = {
+        "staleness at finish": lambda runs: spread(run.staleness[0] for run in runs),
+        "largest": lambda runs: _largest(run.staleness[1] for run in runs),
+        "at consumption": lambda runs: spread(run.staleness[2] for run in runs),
+        "the largest": lambda runs: _largest(run.staleness[3] for run in runs),
+        "tokens prefilled again": lambda runs: spread((run.prefilled_tokens for run in runs), whole),
+        "tokens discarded": lambda runs: spread((run.discarded_tokens for run in runs), whole),
+    }
+    note = "Staleness in versions, of the trajectories that were trained on; tokens of the whole run. Prefilled again: prompts "
+    note += "and responses of trajectories that went on elsewhere or under newer weights. Discarded: response tokens."
+    return _table(compared, "Staleness, and tokens for nothing", columns, note)
 
 
 def spread(values: Iterable[float], show: Callable[[float], str] = number) -> str:
@@ -280,12 +305,14 @@ def share(value: float) -> str:
     return f"{value:.1%}"
 
 
-def _staleness(pairs: Iterable[tuple[float, float]]) -> str:
-    """The means of several runs, and the largest of all."""
-    known = [(mean, most) for mean, most in pairs if not np.isnan(mean)]
-    if not known:
-        return ABSENT
-    return f"{spread(mean for mean, _ in known)} (to {max(most for _, most in known):.0f})"
+def whole(value: float) -> str:
+    """A number of things."""
+    return f"{value:,.0f}"
+
+
+def _largest(values: Iterable[float]) -> str:
+    known = [value for value in values if not np.isnan(value)]
+    return f"{max(known):.0f}" if known else ABSENT
 
 
 def _note(compared: Comparison) -> str:
@@ -293,8 +320,7 @@ def _note(compared: Comparison) -> str:
     seconds = "emulated seconds" if compared.emulated else "seconds"
     parts = [
         f"Means over {counted(len({run.seed for run in compared.all_runs}), 'seed')}, and half of the range where there are "
-        f"several. Tokens/s: prompts and responses of the steps after warm-up, from publication to publication, in {seconds}; "
-        f"staleness in versions: mean (to the largest)."
+        f"several. Tokens/s: prompts and responses of the steps after warm-up, from publication to publication, in {seconds}."
     ]
     if any(run.learns for run in compared.all_runs):
         parts.append("Reward: of the last fifth of the steps. Accuracy: of the last evaluation.")
@@ -316,10 +342,10 @@ def _bound_note(compared: Comparison) -> str:
         return "The bound was not measured" + (f": {why}." if why else ".")
     default = Control().mode
     placed = default if default in compared.runs else list(compared.runs)[-1]
-    rates = ", ".join(f"{run.kind} {number(run.tokens_per_s)}" for run in compared.alone)
+    rates = " and ".join(f"{run.title} ({number(run.tokens_per_s)} tokens/s)" for run in compared.alone)
     job = bound.config["job"]
     place = f"{counted(job['trainers'], 'trainer')} and {counted(job['rollouts'], 'rollout')}"
-    note = f"The bound is the slower of {rates} tokens/s, with seed {bound.seed} and what {placed} runs on: {place}."
+    note = f"The bound is the slower of {rates}, with seed {bound.seed} and what {placed} runs on: {place}."
     others = [mode for mode, runs in compared.runs.items() if _runs_elsewhere(runs, compared.runs[placed])]
     return note + (f" It is none of {', '.join(others)}, which ran on something else." if others else "")
 

@@ -50,18 +50,19 @@ def throughput(compared: Comparison) -> Figure | None:
     for place, (mode, rates) in enumerate(found.items()):
         mean = float(rates.mean())
         axes.bar(place, mean, width=0.62, color=_colour(compared, mode))
-        axes.text(place, 0.03 * mean, number(mean), ha="center", va="bottom", color="white", weight="bold")
         if len(rates) > 1:
             ends = [[mean - rates.min()], [rates.max() - mean]]
             axes.errorbar(place, mean, yerr=ends, color=INK, capsize=4, linewidth=1.2)
     if compared.bound is not None:
-        label = f"bound: {compared.bound.kind.replace('-', ' ')}, {number(compared.bound.tokens_per_s)}"
+        label = f"bound: {compared.bound.title}, {number(compared.bound.tokens_per_s)}"
         axes.axhline(compared.bound.tokens_per_s, color=INK, linestyle="--", linewidth=1.2, label=label)
         axes.update_datalim([(0.0, compared.bound.tokens_per_s)])
         figure.legend(loc="outside upper right", fontsize=8.5)
-    axes.set_xticks(range(len(found)), list(found))
+    axes.set_xticks(range(len(found)), [f"{mode}\n{number(float(rates.mean()))}" for mode, rates in found.items()])
     second = "emulated second" if compared.emulated else "second"
-    axes.set(title="Throughput: prompts and responses trained on", ylabel=f"tokens per {second}", xlabel="mode")
+    axes.set(
+        title="Throughput: prompts and responses trained on", ylabel=f"tokens per {second}", xlabel="mode, and its mean"
+    )
     axes.grid(axis="x", visible=False)
     from_zero(axes)
     return figure

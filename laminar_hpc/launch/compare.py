@@ -18,6 +18,7 @@ from laminar_hpc.config.schema import Config, Control
 from laminar_hpc.errors import ConfigError, LaminarError
 from laminar_hpc.launch.local import EXIT_INTERRUPTED, check_place, check_resumable, run
 from laminar_hpc.launch.slurm import Allocation
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.record.paths import RunPaths, check_new_run_dir, read_config
 from laminar_hpc.record.reader import read_file
 from laminar_hpc.record.status import EXIT_REQUEUE, read_status
@@ -25,17 +26,29 @@ from laminar_hpc.runtime.check import check_parts, check_pipeline
 from laminar_hpc.sim.recording import CLOCK_ZERO_UNIX_S
 from laminar_hpc.sim.run import check_simulation, simulate
 
+UNBROKEN = next(mode.name for mode in MODES.values() if mode.mixes)
+"""The mode in which engines always have work, since trajectories go on under newer weights: no mode generates faster than this
+one does where newer weights cost nothing."""
+
 ALONE: dict[str, dict[str, Any]] = {
-    "alone-generation": {"train_call_s": 0.0, "train_token_s": 0.0, "publish_s": 0.0},
+    "alone-generation": {
+        "control": {"mode": UNBROKEN, "colocated": False, "sampler": "fifo", "max_staleness": 10**6},
+        "paced": {
+            **dict.fromkeys(("train_call_s", "train_token_s", "publish_s"), 0.0),
+            **dict.fromkeys(("load_s", "prefill_call_s", "prefill_token_s"), 0.0),
+        },
+        "evaluation": {"every": 0},
+    },
     "alone-training": {
-        "decode": [[1, 1e-6]],  # a step has to take some time
-        "step_overhead_s": 0.0,
-        "prefill_call_s": 0.0,
-        "prefill_token_s": 0.0,
-        "load_s": 0.0,
+        "control": {"mode": Control().mode, "colocated": False},
+        "paced": {
+            "decode": [[1, 1e-6]],  # a step has to take some time
+            **dict.fromkeys(("step_overhead_s", "load_s", "prefill_call_s", "prefill_token_s"), 0.0),
+        },
+        "evaluation": {"every": 0},
     },
 }
-"""What takes no time (section `paced`) where the other half of a job is measured alone."""
+"""What is put over a config to measure one half of the job alone: the other half takes no time."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -69,8 +82,7 @@ def plan(configs: dict[str, Config], seeds: list[int] | None, bound: bool) -> li
     turns = [_turn(mode, seed, config, {}) for seed in seeds for mode, config in configs.items()]
     placed = configs.get(Control().mode, last)
     if bound and placed.timing_only:
-        alone = {"control": {"mode": Control().mode, "colocated": False}, "evaluation": {"every": 0}}
-        turns += [_turn(kind, seeds[0], placed, alone | {"paced": costs}) for kind, costs in ALONE.items()]
+        turns += [_turn(kind, seeds[0], placed, changes) for kind, changes in ALONE.items()]
     return turns
 
 
