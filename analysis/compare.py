@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laminar_hpc.config.schema import Control
+from laminar_hpc.errors import RecordError
 from laminar_hpc.record import schema
 from laminar_hpc.record.reader import Run, open_run
 from laminar_hpc.record.status import MOST_LAG
@@ -34,6 +35,9 @@ from .tables import ABSENT, Table, number
 
 IDLE_PHASES = {"trainer": "wait", "rollout": "idle"}
 """The phase of each role in which it does nothing; the start counts neither as work nor as this."""
+
+HALVES = {"alone-generation": "rollout", "alone-training": "trainer"}
+"""The kinds of runs that measure one half of a job, and whose it is: the other half takes no time, so it has no schedule."""
 
 PLACEMENT = ("job", "rollout", "trainer", "paced")
 """Sections of a config that say on what hardware it runs."""
@@ -144,12 +148,23 @@ class Comparison:
 
 
 def compare(members: list[Member], modes: list[str], target: float | None = None) -> Comparison:
-    """Measure the runs, one after the other. `modes` are those to compare; runs of another kind measure a half alone."""
-    finished = [measure(open_run(one.run_dir), one.kind, one.seed) for one in members if not one.failed]
+    """Measure the runs, one after the other. `modes` are those to compare; the others are of `HALVES`.
+
+    One whose record cannot be read counts as failed.
+    """
+    finished, failures = [], []
+    for one in members:
+        try:
+            if one.failed:
+                failures.append(one)
+            else:
+                finished.append(measure(open_run(one.run_dir), one.kind, one.seed))
+        except RecordError as error:
+            failures.append(one._replace(failed=str(error)))
     return Comparison(
         {mode: [run for run in finished if run.kind == mode] for mode in modes},
-        [run for run in finished if run.kind not in modes],
-        [one for one in members if one.failed],
+        [run for run in finished if run.kind in HALVES],
+        failures,
         target,
     )
 
@@ -174,7 +189,7 @@ def measure(run: Run, kind: str, seed: int) -> Measured:
         reward=fifths(rows["reward_mean"])[1],
         rewards=_curve(run, scale, rows["finished_s"], rows["step"], rows["reward_mean"]),
         accuracies=_curve(run, scale, held_out["time_s"], held_out["step"], held_out["accuracy"]),
-        lag=_worst_lag(run),
+        lag=_worst_lag(run, kind),
         check=_checked(run, kind, seed),
         commit=run.metadata.get("git_commit", ABSENT),
         config=run.config,
@@ -209,10 +224,12 @@ def _curve(run: Run, scale: float, times_s: Floats, step_numbers: Ints, values: 
     return Curve((times_s - begin_s) / scale, samples[behind].astype(np.float64), values.astype(np.float64))
 
 
-def _worst_lag(run: Run) -> float:
+def _worst_lag(run: Run, kind: str) -> float:
     """The lag of the rank that was late the most; NaN where nothing is emulated, and in simulation, which has none."""
     rows = run.table("pacing")
-    return max((lag_of(rows[rows["rank"] == rank]) for rank in np.unique(rows["rank"])), default=float("nan"))
+    roles = {file.rank: file.role for file in run.files}
+    ranks = [rank for rank in np.unique(rows["rank"]) if roles[rank] == HALVES.get(kind, roles[rank])]
+    return max((lag_of(rows[rows["rank"] == rank]) for rank in ranks), default=float("nan"))
 
 
 def _checked(run: Run, kind: str, seed: int) -> Check:
@@ -249,7 +266,7 @@ def overview(compared: Comparison) -> Table:
 
 def _table(compared: Comparison, title: str, columns: dict[str, Column], note: str) -> Table:
     rows = [[mode, *(cell(runs) for cell in columns.values())] for mode, runs in compared.runs.items()]
-    return Table(title, ["mode", *columns], rows, note)
+    return Table(title, ["mode", *columns], rows, note, wide=True)
 
 
 def _columns(compared: Comparison) -> dict[str, Column]:
@@ -333,9 +350,7 @@ def _bound_note(compared: Comparison) -> str:
     bound = compared.bound
     if bound is None:
         why = "; ".join(
-            f"{failure.kind} failed: {failure.failed}"
-            for failure in compared.failures
-            if failure.kind not in compared.runs
+            f"{failure.kind} failed: {failure.failed}" for failure in compared.failures if failure.kind in HALVES
         )
         if not why and any(run.learns for run in compared.all_runs):
             why = "it is known only of emulated engines whose responses have a length and no meaning"

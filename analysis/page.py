@@ -48,9 +48,6 @@ UNSURE_STATES = ("stopped", "unknown")
 TEXT_TABLES = ("reason", "what happened")
 """Headers of columns that hold sentences: their table is set flush left."""
 
-MANY_COLUMNS = 8
-"""A table with more of them has a row of the page to itself."""
-
 
 def render(
     *,
@@ -122,7 +119,7 @@ def _table(table: Table) -> str:
     header = "".join(f"<th>{escape(name)}</th>" for name in table.header)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    kind = "text" if set(TEXT_TABLES) & set(table.header) else "wide" if len(table.header) > MANY_COLUMNS else ""
+    kind = "text" if set(TEXT_TABLES) & set(table.header) else "wide" if table.wide else ""
     return f'<div class="card {kind}"><h3>{escape(table.title)}</h3><table><tr>{header}</tr>{rows}</table>{note}</div>'
 
 

@@ -43,12 +43,15 @@ MANY_ROWS = 40
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people; the first column names the row, the others are numbers as text."""
+    """A table for people; the first column names the row, the others are numbers as text. One that is `wide` has a row of the
+    page to itself.
+    """
 
     title: str
     header: list[str]
     rows: list[list[str]]
     note: str = ""
+    wide: bool = False
 
 
 def all_tables(run: Run) -> list[Table]:

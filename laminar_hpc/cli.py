@@ -199,7 +199,7 @@ def _compare(options: argparse.Namespace) -> int:
     compared = compare(members, list(configs), options.target)
     print_comparison(compared)
     print(f"page: {write_comparison(compared, directory)}")
-    return EXIT_FAILED if outcome.failures else 0
+    return EXIT_FAILED if compared.failures else 0
 
 
 def _report(options: argparse.Namespace) -> int:

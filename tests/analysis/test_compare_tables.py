@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from laminar_hpc.analysis.compare import Comparison, Measured, Member, compare, 
 from laminar_hpc.analysis.compare_figures import all_figures
 from laminar_hpc.analysis.compare_report import print_comparison, write_comparison
 from laminar_hpc.config.load import check_config
-from laminar_hpc.record.reader import Run
+from laminar_hpc.record.reader import Run, open_run
 
 MakeLedger = Callable[..., Any]
 
@@ -79,6 +80,7 @@ def test_emulated_times_are_those_of_the_hardware(tmp_path: Path, make_ledger: M
     assert measured.tokens_per_s == 50.0
     assert measured.accuracies.first_at(0.6) == 66.0
     assert measured.lag == pytest.approx(0.03)
+    assert math.isnan(measure(open_run(str(tmp_path / "run")), "alone-training", 0).lag)  # no trainer has a schedule
     assert not measured.learns
     lagging = Comparison({"laminar": [measured]}, [], [])
     assert warnings(lagging) == [
@@ -167,5 +169,8 @@ def test_the_page_is_written_beside_its_figures(
 
 
 def test_a_comparison_of_nothing_is_a_page_too(tmp_path: Path) -> None:
-    nothing = compare([Member("sync", 0, "nowhere", "failed: no mpiexec")], ["sync"])
-    assert "failed: no mpiexec" in Path(write_comparison(nothing, str(tmp_path))).read_text(encoding="utf-8")
+    members = [Member("sync", 0, "nowhere", "failed: no mpiexec"), Member("sync", 1, str(tmp_path / "lost"))]
+    page = Path(write_comparison(compare(members, ["sync"]), str(tmp_path))).read_text(encoding="utf-8")
+    assert "failed: no mpiexec" in page
+    assert "seed 1: " in page  # its record is not there
+    assert "cannot be read" in page
