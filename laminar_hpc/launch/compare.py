@@ -27,15 +27,14 @@ from laminar_hpc.sim.recording import CLOCK_ZERO_UNIX_S
 from laminar_hpc.sim.run import check_simulation, simulate
 
 UNBROKEN = next(mode.name for mode in MODES.values() if mode.mixes)
-"""The mode in which engines always have work, since trajectories go on under newer weights: no mode generates faster than this
-one does where newer weights cost nothing."""
+"""The mode in which engines always have work, since trajectories go on under newer weights: none generates faster, but for the
+prompts and responses that this one reads again with each step's weights."""
 
 ALONE: dict[str, dict[str, Any]] = {
     "alone-generation": {
         "control": {"mode": UNBROKEN, "colocated": False, "sampler": "fifo", "max_staleness": 10**6},
         "paced": {
-            **dict.fromkeys(("train_call_s", "train_token_s", "publish_s"), 0.0),
-            **dict.fromkeys(("load_s", "prefill_call_s", "prefill_token_s"), 0.0),
+            **dict.fromkeys(("train_call_s", "train_token_s", "publish_s", "load_s"), 0.0),
         },
         "evaluation": {"every": 0},
     },
