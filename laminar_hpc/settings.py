@@ -5,6 +5,8 @@ from __future__ import annotations
 from laminar_hpc.config.schema import Config
 from laminar_hpc.control.controller import Settings
 from laminar_hpc.control.settings import RepackSettings
+from laminar_hpc.errors import ConfigError
+from laminar_hpc.policy.modes import MODES
 from laminar_hpc.policy.roles import Placement, Role
 from laminar_hpc.tasks.build import prompt_counts
 
@@ -21,6 +23,7 @@ def controller_settings(
         group_size=config.batch.group_size,
         minibatches=config.batch.minibatches,
         ahead=config.control.ahead,
+        colocated=config.control.colocated,
         sampler=config.control.sampler,
         sampler_half_life=config.control.sampler_half_life,
         capacity=config.control.capacity,
@@ -53,3 +56,28 @@ def controller_settings(
             most_batch=min(config.rollout.slots, config.rollout.concurrency),
         ),
     )
+
+
+def check_control(config: Config) -> None:
+    """ConfigError where `control` or `repack` asks for what the mode, or the engines, do not do."""
+    control, mode = config.control, MODES[config.control.mode]
+    if mode.cohorts_ahead is not None and control.sampler != "fifo":
+        raise ConfigError(
+            f"control.sampler must be 'fifo' in mode {mode.name}, which trains cohort by cohort, got {control.sampler!r}"
+        )
+    if control.capacity and (mode.waits or control.eviction == "wait"):
+        raise ConfigError(
+            f"control.capacity must be 0 where steps wait for what would become too stale (mode {mode.name}, eviction "
+            f"{control.eviction!r}), got {control.capacity}"
+        )
+    if control.colocated and not mode.alternates:
+        raise ConfigError(
+            f"control.colocated must be false in mode {mode.name}, in which rollouts generate while trainers train"
+        )
+    if control.colocated and not (config.timing_only or config.timed_trainer):
+        raise ConfigError("control.colocated needs paced rollouts and trainers: real ones have GPUs of their own")
+    if mode.repack and config.repack.enabled and config.stretched:
+        raise ConfigError(
+            "repack.enabled must be false where paced.tokens is 'model' and paced.lengths is given: it reckons with tokens, "
+            "each of which then takes many decode steps"
+        )

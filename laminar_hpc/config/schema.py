@@ -265,11 +265,12 @@ class Control(Section):
     """Prompts are handed out while those in flight and in the buffer are at most (1 + ahead) steps' worth (mode laminar)."""
     sampler: Literal["fifo", "freshest", "weighted"] = "fifo"
     """Which finished groups a step takes first: the first finished, those of the newest weights, or at random, the stale ones
-    less often."""
+    less often. What the last two leave is trained on by the last steps, unless `eviction` or `capacity` throws it away."""
     sampler_half_life: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """weighted: how many versions of staleness make a group half as likely."""
     capacity: Count = 0
-    """How many finished groups are kept at most: of more, the stalest are thrown away (0: no limit)."""
+    """How many finished groups are kept at most: of more, the stalest are thrown away, and others generated in their place (0: no
+    limit). Below (1 + `ahead`) * batch.prompts that goes on while a step is trained on, and most of all loses long responses."""
     eviction: Literal["none", "stale", "wait"] = "none"
     """Which finished groups are thrown away unused: none, or those that are staler than `max_staleness`. wait: none, since
     prompts are handed out and steps begin only so that no group becomes as stale (AReaL's rule)."""
@@ -353,7 +354,8 @@ class Paced(Section):
     "tokens,cdf" ("": those of `model`). model: how many decode steps a response takes, over which its tokens are spread
     evenly ("": as many as it has tokens)."""
     train: bool = False
-    """model: trainers take the time of the table too, where they would be sooner done."""
+    """model: trainers take the time of the table too, where they would be sooner done; `train_token_s` counts the model's tokens,
+    however many decode steps `lengths` makes of them."""
     decode: list[tuple[Positive, Cost]] = []
     """Points [batch, seconds] of a decode step, batches rising; between them it is linear, behind them the last slope goes on."""
     step_overhead_s: Cost | None = None
@@ -476,6 +478,11 @@ class Config(Section):
     def timing_only(self) -> bool:
         """Whether responses have a length and no meaning, so that no model is needed, and none is trained."""
         return self.rollout.engine == "paced" and self.paced.tokens == "lengths"
+
+    @property
+    def stretched(self) -> bool:
+        """Whether responses of a model take the decode steps of a distribution of lengths."""
+        return self.rollout.engine == "paced" and not self.timing_only and bool(self.paced.lengths)
 
     @property
     def timed_trainer(self) -> bool:

@@ -106,9 +106,9 @@ class Experience:
         unit = settings.prompts // settings.minibatches if state.mode.streams else settings.prompts
         commands: list[Command] = []
         while self._may_train() and len(state.buffer) >= unit:
-            pressing, in_flight = state.pressing()
-            if in_flight > settings.prompts - training.taken - unit:
-                break  # the step has to take them too
+            pressing = state.pressing(unit, settings.prompts - training.taken)
+            if pressing is None:
+                break
             newest = state.versions.newest_step
             batch = [self._take(number) for number in state.buffer.take(unit, newest, pressing)]
             batch.sort(key=lambda item: item.group.draw)  # mini-batches shall not depend on which group was done first
@@ -127,6 +127,8 @@ class Experience:
         state, training = self._state, self._training
         if training.current is not None:
             return not training.fed
+        if state.settings.colocated and state.rounds.open_rounds:
+            return False  # the GPUs are not free yet
         return state.versions.settled and training.steps_done < state.settings.steps and not state.stopping
 
     def _take(self, number: int) -> BatchGroup:

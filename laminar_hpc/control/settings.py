@@ -49,6 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     minibatches: int = 1
     ahead: float = 1.0
+    colocated: bool = False
     sampler: str = "fifo"
     sampler_half_life: float = 1.0
     capacity: int = 0

@@ -12,7 +12,7 @@ from laminar_hpc.control.relays import Relays
 from laminar_hpc.control.settings import Settings
 from laminar_hpc.control.versions import Versions
 from laminar_hpc.policy.sampling import make_eviction, make_sampler
-from laminar_hpc.policy.staleness import capacity, is_pressing
+from laminar_hpc.policy.staleness import capacity, owed
 from laminar_hpc.protocol.trajectory import Purpose
 
 
@@ -42,20 +42,27 @@ class JobState:
         self.work_has_appeared = False
         """There may be work for rollouts that were given none when they asked."""
 
-    def pressing(self) -> tuple[list[int], int]:
-        """What the next step has to take, lest it becomes staler than allowed: groups in the buffer, and how many in flight."""
+    def pressing(self, unit: int, lacking: int) -> list[int] | None:
+        """The groups that a step which lacks `lacking` has to have among the next `unit` ones, lest any becomes too stale.
+
+        None: it has to wait for some that are in flight.
+        """
         most = self.settings.most_staleness
         if most is None or self.versions.newest_published is None:
-            return [], 0
+            return []
         newest = self.versions.newest_step
-        found = [
-            group.id
-            for group in self.ledger.groups.values()
-            if group.purpose is Purpose.TRAIN and group.version is not None and not group.taken
-            if is_pressing(self.versions[group.version].step, newest, most)
-        ]
-        there = [group for group in found if group in self.buffer]
-        return there, len(found) - len(there)
+        of_step: dict[int, list[int]] = {}
+        for group in self.ledger.groups.values():
+            if group.purpose is Purpose.TRAIN and group.version is not None and not group.taken:
+                of_step.setdefault(self.versions[group.version].step, []).append(group.id)
+        left, there, pressing = 0, [], 0
+        for step, groups in sorted(of_step.items()):
+            left += len(groups)
+            there += [group for group in groups if group in self.buffer]
+            pressing = max(pressing, owed(left, step, newest, most, self.settings.prompts) - (lacking - unit))
+            if pressing > len(there):
+                return None
+        return there[:pressing]
 
     def most_kept(self, version: int | None) -> int | None:
         """How many groups may have been handed out, discarded ones not counted, for one more to be generated under `version`.

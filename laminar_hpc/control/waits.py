@@ -53,9 +53,10 @@ def _groups(state: JobState, step: int, needed: int) -> str:
     """What `step` waits for, which takes `needed` groups more."""
     held = len(state.buffer)
     in_flight = state.ledger.open_groups - held
-    pressing = state.pressing()[1]
-    if held >= needed and pressing:
-        return f"step {step} waits for {pressing} groups in flight that would be too stale for the next one"
+    if held >= needed and state.settings.colocated and state.rounds.open_rounds:
+        return f"step {step} waits for the GPUs, which evaluate version {state.rounds.open_rounds[0].version}"
+    if held >= needed and state.pressing(needed, needed) is None:
+        return f"step {step} waits for groups in flight that would become too stale"
     return f"step {step} waits for {needed - held} groups ({held} of {needed} in the buffer, {in_flight} in flight)"
 
 

@@ -22,7 +22,7 @@ from laminar_hpc.policy.modes import MODES
 from laminar_hpc.record.paths import RunPaths, check_new_run_dir, read_config
 from laminar_hpc.record.reader import read_file
 from laminar_hpc.record.status import EXIT_REQUEUE, read_status
-from laminar_hpc.runtime.check import check_parts, check_pipeline
+from laminar_hpc.runtime.check import check_parts
 from laminar_hpc.sim.recording import CLOCK_ZERO_UNIX_S
 from laminar_hpc.sim.run import check_simulation, simulate
 
@@ -30,16 +30,18 @@ UNBROKEN = next(mode.name for mode in MODES.values() if mode.mixes)
 """The mode in which engines always have work, since trajectories go on under newer weights: none generates faster, but for the
 prompts and responses that this one reads again with each step's weights."""
 
+PLAIN: dict[str, Any] = {"colocated": False, "sampler": "fifo", "capacity": 0, "eviction": "none"}
+
 ALONE: dict[str, dict[str, Any]] = {
     "alone-generation": {
-        "control": {"mode": UNBROKEN, "colocated": False, "sampler": "fifo", "max_staleness": 10**6},
+        "control": {"mode": UNBROKEN, **PLAIN, "max_staleness": 10**6},
         "paced": {
             **dict.fromkeys(("train_call_s", "train_token_s", "publish_s", "load_s"), 0.0),
         },
         "evaluation": {"every": 0},
     },
     "alone-training": {
-        "control": {"mode": Control().mode, "colocated": False},
+        "control": {"mode": Control().mode, **PLAIN},
         "paced": {
             "decode": [[1, 1e-6]],  # a step has to take some time
             **dict.fromkeys(("step_overhead_s", "load_s", "prefill_call_s", "prefill_token_s"), 0.0),
@@ -101,7 +103,6 @@ def check_turns(turns: list[Turn], simulated: bool, allocation: Allocation | Non
     """
     for config in {turn.kind: turn.config for turn in turns}.values():  # seeds change nothing about it
         if simulated:
-            check_pipeline(config)
             check_simulation(config)
         else:
             check_parts(config)

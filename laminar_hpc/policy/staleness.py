@@ -11,10 +11,10 @@ replacement was generated later. Rollouts that refresh alone have no such bound:
 of steps. Two things bound them at m versions: an eviction that throws away what has become older, or waiting.
 
 Waiting, after AReaL (arXiv 2505.24298, section 5.1, equation 3): with B groups a step, one is handed out under the weights after
-step i only while at most (i + 1 + m) * B have been. So, when the newest weights are those after step s, at most (s + 1) * B
-were handed out under weights that are m steps older, and at most B of them are not used up. All of them are taken by the next
-step, which waits for those still generated; left for the step after they would be older than m. (AReaL counts by the
-newest weights instead of the group's own, takes older ones first, and does not wait.)
+step i only while at most (i + 1 + m) * B have been. As many fit into the steps up to i + 1 + m, the last one that may take them,
+if no step takes too many newer ones instead. So, when the newest weights are those after step s, and n groups of the weights
+after step i or older are left, the next step takes at least n - (i + m - s) * B of these, for each i, and waits for those that
+are still generated. (AReaL counts by the newest weights instead of the group's own, takes older ones first, and does not wait.)
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ def staleness(step: int, newest_step: int) -> int:
     return newest_step - step
 
 
-def is_pressing(step: int, newest_step: int, most: int) -> bool:
-    """Whether a group of the weights after `step` has to be in the next batch, lest it becomes staler than `most`."""
-    return staleness(step, newest_step) >= most
+def owed(left: int, step: int, newest_step: int, most: int, prompts: int) -> int:
+    """How many groups of the weights after `step`, or older, the next step has to take, lest any becomes staler than `most`.
+
+    `left` is how many of them no step has taken, `prompts` how many a step takes. 0 or less: it need not take any.
+    """
+    return left - (step + most - newest_step) * prompts
 
 
 def capacity(step: int, most: int, prompts: int) -> int:

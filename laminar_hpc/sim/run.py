@@ -14,7 +14,7 @@ from laminar_hpc.policy.roles import Placement, assign
 from laminar_hpc.protocol.commands import AnyCommand, EndJob, ReportStep
 from laminar_hpc.record.paths import create_run_dir
 from laminar_hpc.record.status import Status, write_status
-from laminar_hpc.settings import controller_settings
+from laminar_hpc.settings import check_control, controller_settings
 from laminar_hpc.sim.cluster import Cluster
 from laminar_hpc.sim.kernel import Kernel
 from laminar_hpc.sim.recording import FileRecorder, Recorder
@@ -28,6 +28,7 @@ def check_simulation(config: Config) -> None:
             f"rollout.engine: only emulated GPUs can be simulated, so it must be 'paced', with paced.tokens 'lengths', got "
             f"{config.rollout.engine!r} and {config.paced.tokens!r}"
         )
+    check_control(config)
     check_paced(config)
     check_task(config)
 

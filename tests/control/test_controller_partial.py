@@ -109,9 +109,29 @@ def test_a_step_waits_for_what_would_become_too_stale() -> None:
     job.relay_holds(1)
     (generate, *_) = only(job.loaded(B, 1), Generate)
     assert only(job.finish_all(B, generate), Train) == []
-    assert "step 2 waits for 2 groups in flight that would be too stale for the next one" in job.controller.waits()
+    assert "step 2 waits for groups in flight that would become too stale" in job.controller.waits()
     job.interrupted(A, *((id, 5) for id in mine))
     job.loaded(A, 1)
     commands = [command for id in mine for command in job.finish(A, id, 1)]
     (train,) = only(commands, Train)
     assert {sample.trajectory for sample in train.samples} == set(mine)
+
+
+def test_a_step_takes_no_newer_groups_for_which_older_ones_would_be_late() -> None:
+    """At most two versions stale: six groups begin under version 0 and fit into steps 1 to 3, if these take nothing else."""
+    job = PartialJob(max_staleness=2, concurrency=6, ahead=9.0)
+    given = job.start()
+    mine = ids(given[A][0])
+    job.finish_all(B, given[B][0])  # three groups: step 1 has two
+    job.trained(1)
+    job.published(1)
+    job.relay_holds(1)
+    (generate, *_) = only(job.loaded(B, 1), Generate)
+    newer = ids(generate)
+    assert len(newer) == 4
+    assert only(job.finish_all(B, generate), Train) == []
+    assert "step 2 waits for groups in flight that would become too stale" in job.controller.waits()
+    assert only(job.finish(A, mine[0], 0), Train) == []
+    (train,) = only(job.finish(A, mine[1], 0), Train)
+    taken = {sample.trajectory for sample in train.samples}
+    assert taken == {*ids(given[B][0])[4:], *mine[:2]}

@@ -127,3 +127,15 @@ def test_whether_a_group_differs_is_told_before_the_penalty_for_length():
     job.finish(A, 4, 0, reward=0.0)
     train, _ = job.finish(A, 5, 0, reward=1.0)
     assert [(sample.group, sample.reward) for sample in train.samples] == [(1, 0.0), (1, 0.0), (2, 0.0), (2, 1.0)]
+
+
+def test_gpus_that_still_evaluate_do_not_train():
+    job = sync(prompts=2, colocated=True, evaluation_every=1, evaluation_prompts=1, held_out_prompts=3)
+    given = [one for generates in job.start().values() for one in generates]
+    specs = [(one.rank, spec) for one in given for spec in one.trajectories]
+    (answer,) = [(rank, spec) for rank, spec in specs if spec.purpose is Purpose.EVALUATION]
+    for rank, spec in specs:
+        if spec.purpose is Purpose.TRAIN:
+            assert only(job.finish(rank, spec.id, 0), Train) == []
+    assert "step 1 waits for the GPUs, which evaluate version 0" in job.controller.waits()
+    assert len(only(job.finish(answer[0], answer[1].id, 0), Train)) == 1

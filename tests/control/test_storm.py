@@ -40,19 +40,20 @@ STORM_MOVES = 150
 def small_jobs(draw: st.DrawFn, mode: str) -> Settings:
     minibatches = draw(st.integers(1, 2))
     prompts = minibatches * draw(st.integers(1, 3))
-    trainers = draw(st.integers(1, 4))
+    trainers, eviction = draw(st.integers(1, 4)), draw(st.sampled_from(EVICTIONS))
     return Settings(
         mode=mode,
-        steps=draw(st.integers(1, 4)),
+        steps=draw(st.integers(1, 8)),
         prompts=prompts,
         group_size=draw(st.integers(2, 4)),
         minibatches=minibatches,
         ahead=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
         sampler=draw(st.sampled_from(SAMPLERS)) if MODES[mode].cohorts_ahead is None else "fifo",
         sampler_half_life=draw(st.sampled_from([0.5, 2.0])),
-        capacity=draw(st.sampled_from([0, prompts, prompts + 1])),
-        eviction=draw(st.sampled_from(EVICTIONS)),
-        max_staleness=draw(st.integers(1, 2)),
+        capacity=0 if MODES[mode].waits or eviction == "wait" else draw(st.sampled_from([0, prompts, prompts + 1])),
+        eviction=eviction,
+        max_staleness=draw(st.integers(1, 4)),
+        colocated=MODES[mode].alternates and draw(st.booleans()),
         evaluation_every=draw(st.integers(0, 3)),
         evaluation_prompts=draw(st.integers(1, 9)),
         held_out_prompts=draw(st.integers(5, 9)),

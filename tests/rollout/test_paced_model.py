@@ -111,6 +111,28 @@ def test_short_responses_take_as_long_as_long_ones_and_are_told_evenly(llama: Sa
     assert other_time.now() == pytest.approx(begin_s + 400.0 - steps_done)
 
 
+def test_what_is_interrupted_again_and_again_goes_on_where_it_was(llama: Saved, tmp_path: Path) -> None:
+    """Each of its tokens takes 20 decode steps or more, and it is taken out and put back every 7."""
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("tokens,cdf\n400,0\n400,1\n")
+    [prompt] = prompts_of_lengths(9)
+    time = VirtualTime()
+    engine = engine_of(llama, time, lengths=str(lengths), prefill_token_s=0.0)
+    begin_s, tokens_so_far, rounds = time.now(), list[int](), 0
+    while time.now() < begin_s + 400.0 - 7.0:
+        assert engine.add(request(0, prompt, 1.0, tokens_so_far)) is None
+        until_s = time.now() + 7.0
+        while time.now() < until_s:
+            engine.step()
+        tokens_so_far = engine.export(0)
+        engine.abort(0)
+        rounds += 1
+    engine.add(request(0, prompt, 1.0, tokens_so_far))
+    everything(engine)
+    assert rounds > 50
+    assert time.now() <= begin_s + 400.0 + rounds  # the step that was under way each time
+
+
 def test_one_that_goes_before_it_began_may_come_again(llama: Saved) -> None:
     [prompt] = prompts_of_lengths(9)
     engine = engine_of(llama, VirtualTime())

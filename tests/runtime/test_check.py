@@ -10,7 +10,8 @@ import pytest
 from laminar_hpc.config.load import check_config
 from laminar_hpc.config.schema import Config
 from laminar_hpc.errors import ConfigError
-from laminar_hpc.runtime.check import check_parts, check_pipeline
+from laminar_hpc.runtime.check import check_parts
+from laminar_hpc.settings import check_control
 
 
 def config(directory: Path, **sections: dict[str, object]) -> Config:
@@ -58,12 +59,19 @@ PACED = {"rollout": {"engine": "paced"}, "trainer": {"engine": "paced"}, "task":
         ({"mode": "sync", "sampler": "weighted"}, {}, "control.sampler must be 'fifo' in mode sync, .*got 'weighted'"),
         ({"mode": "laminar", "colocated": True}, PACED, "control.colocated must be false in mode laminar"),
         ({"mode": "one_step", "colocated": True}, PACED, "control.colocated must be false in mode one_step"),
+        ({"mode": "partial", "capacity": 64}, {}, "control.capacity must be 0 where steps wait .*mode partial"),
+        ({"mode": "laminar", "eviction": "wait", "capacity": 64}, {}, "control.capacity must be 0 .*eviction 'wait'"),
+        (
+            {"mode": "laminar"},
+            {"rollout": {"engine": "paced"}, "paced": {"tokens": "model", "lengths": "32b-math"}},
+            "repack.enabled must be false",
+        ),
         ({"mode": "sync", "colocated": True}, {}, "control.colocated needs paced rollouts and trainers"),
     ],
 )
 def test_what_a_mode_does_not_do_is_refused(tmp_path: Path, control, sections, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_pipeline(config(tmp_path, control=control, **sections))
+        check_control(config(tmp_path, control=control, **sections))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +83,4 @@ def test_what_a_mode_does_not_do_is_refused(tmp_path: Path, control, sections, m
     ],
 )
 def test_what_a_mode_does_is_let_in(tmp_path: Path, control, sections) -> None:
-    check_pipeline(config(tmp_path, control=control, **sections))
+    check_control(config(tmp_path, control=control, **sections))
