@@ -60,9 +60,11 @@ def interrupted_run(laminar: Laminar, mode: str, **control: object) -> Run:
     status = status_of(laminar)
     assert status is not None
     assert status.state == "requeue"
-    for step in (status.step + 2, status.step + 4):
+    for _ in range(2):
+        status = status_of(laminar)  # it may have gone on for some steps before it was killed
+        assert status is not None
         command = laminar.start("resume", laminar.run_dir)
-        after_step(laminar, command, step)
+        after_step(laminar, command, status.step + 2)
         pids = descendants(command.pid)
         os.kill(mpiexec_of(command), signal.SIGKILL)
         wait_until(lambda pids=pids: all_gone(pids, laminar.run_dir), GONE_S, "all processes gone")
@@ -168,9 +170,10 @@ def test_in_sync_mode_it_is_the_same_to_the_last_bit(
 @pytest.mark.slow
 def test_interrupted_trajectories_keep_their_bound_through_resumes(laminar: Laminar) -> None:
     """Mode partial counts what was handed out since the beginning of the run, not since that of the attempt."""
-    run = interrupted_run(laminar, "partial", max_staleness=2)
+    last = 100  # its steps are short: with fewer, the run may be over before it is killed
+    run = interrupted_run(laminar, "partial", max_staleness=2, steps=last)
     steps = committed(run, "steps")
-    assert sorted(steps["step"]) == list(range(1, STEPS + 1))
+    assert sorted(steps["step"]) == list(range(1, last + 1))
     assert np.all(run.table("steps")["staleness_consumption_max"] <= 2)
     assert np.any(steps["staleness_consumption_max"] > 0)
     for check in run_checks(run):
