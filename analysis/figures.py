@@ -103,7 +103,7 @@ def reward(run: Run) -> Figure | None:
         window = max(1, len(rows) // 20)
         if window > 1:
             _line(above, rows["step"], running_mean(rows["reward_mean"], window), BLUE, f"mean of {window} steps")
-            legend(above)
+            _legend(above)
     above.set(title="Reward of trained-on trajectories", ylabel="reward")
     if len(held_out):
         below.plot(held_out["step"], held_out["accuracy"], color=ORANGE, marker="o", markersize=4)
@@ -130,7 +130,7 @@ def throughput(run: Run) -> Figure | None:
     ):
         _spans(below, timed, tokens / timed.seconds, end_s, colour, label)
     below.set(title="Training: tokens of a step / its time", ylabel="token/s")
-    legend(below)
+    _legend(below)
     for axes in (above, below):
         from_zero(axes)
     _time_axis(below, end_s)
@@ -165,7 +165,7 @@ def staleness(run: Run) -> Figure | None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.7, max(3.0, float(versions[-1])) + 0.7)
-    legend(axes)
+    _legend(axes)
     return figure
 
 
@@ -184,7 +184,7 @@ def response_length(run: Run) -> Figure | None:
     axes.set(title="Response length of trained-on trajectories", ylabel="response tokens")
     from_zero(axes)
     _steps_axis(axes)
-    legend(axes)
+    _legend(axes)
     return figure
 
 
@@ -242,7 +242,7 @@ def engine(run: Run) -> Figure | None:
     above.set_ylim(0, 1.03)
     below.set(title="Trajectories in a rollout's engine, mean", ylabel="trajectories")
     from_zero(below)
-    legend(below)
+    _legend(below)
     _time_axis(below, end_s)
     return figure
 
@@ -262,7 +262,7 @@ def policy(run: Run) -> Figure | None:
     bottom.set(title="Clipped tokens", ylabel="share of tokens")
     bottom.yaxis.set_major_formatter(PercentFormatter(1.0))
     _steps_axis(bottom)
-    legend(bottom)
+    _legend(bottom)
     return figure
 
 
@@ -294,7 +294,7 @@ def from_zero(axes: Axes) -> None:
     axes.set_ylim(0, max(1e-9, 1.08 * axes.dataLim.y1))
 
 
-def legend(axes: Axes) -> None:
+def _legend(axes: Axes) -> None:
     """Above the panel, to the right, where no curve is."""
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, fontsize=8.5)
 

@@ -8,6 +8,7 @@ from laminar_hpc.control.settings import RepackSettings
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.policy.modes import MODES
 from laminar_hpc.policy.roles import Placement, Role
+from laminar_hpc.policy.staleness import waited_for
 from laminar_hpc.tasks.build import prompt_counts
 
 
@@ -65,7 +66,7 @@ def check_control(config: Config) -> None:
         raise ConfigError(
             f"control.sampler must be 'fifo' in mode {mode.name}, which trains cohort by cohort, got {control.sampler!r}"
         )
-    if control.capacity and (mode.waits or control.eviction == "wait"):
+    if control.capacity and waited_for(mode, control.eviction, control.max_staleness) is not None:
         raise ConfigError(
             f"control.capacity must be 0 where steps wait for what would become too stale (mode {mode.name}, eviction "
             f"{control.eviction!r}), got {control.capacity}"

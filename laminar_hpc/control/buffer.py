@@ -44,8 +44,8 @@ class Buffer:
 
     def take(self, count: int, newest_step: int, pressing: Sequence[int] = ()) -> list[int]:
         """`count` groups for a step, no longer in the buffer: the `pressing` ones, which are in it, before all others."""
-        first = pressing[:count]
-        others = [one for one in self._candidates.values() if one.group not in first] if first else self.candidates
+        first = dict.fromkeys(pressing[:count])
+        others = [one for one in self._candidates.values() if one.group not in first]
         groups = [*first, *self._sampler.choose(others, count - len(first), newest_step)]
         for group in groups:
             del self._candidates[group]

@@ -6,6 +6,7 @@ import msgspec
 
 from laminar_hpc.errors import ConfigError
 from laminar_hpc.policy.modes import MODES, Mode
+from laminar_hpc.policy.staleness import waited_for
 
 VERSIONS_OF_AN_ATTEMPT = 1_000_000
 HAND_OUTS_OF_AN_ATTEMPT = 1_000_000_000
@@ -81,7 +82,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def most_staleness(self) -> int | None:
         """The staleness at consumption that steps wait not to exceed; None where they do not wait."""
-        return self.max_staleness if self.eviction == "wait" or self.pipeline.waits else None
+        return waited_for(self.pipeline, self.eviction, self.max_staleness)
 
     @property
     def first_version(self) -> int:

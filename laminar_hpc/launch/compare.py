@@ -31,6 +31,7 @@ UNBROKEN = next(mode.name for mode in MODES.values() if mode.mixes)
 prompts and responses that this one reads again with each step's weights."""
 
 PLAIN: dict[str, Any] = {"colocated": False, "sampler": "fifo", "capacity": 0, "eviction": "none"}
+"""What keeps neither half waiting, nor throws anything away."""
 
 ALONE: dict[str, dict[str, Any]] = {
     "alone-generation": {

@@ -43,6 +43,11 @@ def capacity(step: int, most: int, prompts: int) -> int:
     return (step + 1 + most) * prompts
 
 
+def waited_for(mode: Mode, eviction: str, max_staleness: int) -> int | None:
+    """The staleness at consumption that steps wait not to exceed; None where they do not wait."""
+    return max_staleness if eviction == "wait" or mode.waits else None
+
+
 def bound(mode: Mode, evicted_above: int | None = None, most: int | None = None) -> int | None:
     """The highest staleness at consumption (None: there is no bound).
 

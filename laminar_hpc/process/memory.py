@@ -69,8 +69,9 @@ class WritableMappings:
         OSError where there is no such file, ValueError where it is too short.
         """
         mapped = self._mapped.setdefault(path, [])
-        if not mapped or offset + nbytes > sum(memory.nbytes for memory in mapped):
-            mapped.append(map_for_good(path, sum(memory.nbytes for memory in mapped)))
+        end = sum(memory.nbytes for memory in mapped)
+        if not mapped or offset + nbytes > end:
+            mapped.append(map_for_good(path, end))
             self._prepare(mapped[-1])
         for memory in mapped:
             if offset < memory.nbytes:

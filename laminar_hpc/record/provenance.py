@@ -12,7 +12,7 @@ import msgspec
 from laminar_hpc.config.schema import Config
 from laminar_hpc.policy.modes import MODES
 from laminar_hpc.policy.sampling import make_eviction
-from laminar_hpc.policy.staleness import bound
+from laminar_hpc.policy.staleness import bound, waited_for
 
 PACKAGES = (
     "laminar_hpc",
@@ -48,7 +48,7 @@ def gather(config: Config, controller_settings: str, clock_zero_unix_s: float) -
     control = config.control
     mode = MODES[control.mode]
     evicted_above = make_eviction(control.eviction, control.max_staleness).above
-    most = control.max_staleness if control.eviction == "wait" or mode.waits else None
+    most = waited_for(mode, control.eviction, control.max_staleness)
     return {
         "host": socket.gethostname(),
         "clock_zero_unix_s": repr(clock_zero_unix_s),

@@ -71,10 +71,8 @@ class LayoutDesk:
             return None
         shards = [self._shards[rank] for rank in sorted(self._shards)]
         check_cover(self._manifest, shards)
-        startup_s, byte_s = self.link or (
-            ASSUMED_STARTUP_S,
-            ASSUMED_BYTE_S,
-        )  # one relay has no link, and a probe may not end
+        # one relay has no link, and a probe may not end
+        startup_s, byte_s = self.link or (ASSUMED_STARTUP_S, ASSUMED_BYTE_S)
         chunk_bytes = self._chunk_bytes or best_chunk_bytes(len(self._relays), self._manifest.nbytes, startup_s, byte_s)
         self.layout = Layout(msgspec.structs.replace(self._manifest, chunk_bytes=chunk_bytes), shards)
         return self.layout

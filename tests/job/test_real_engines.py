@@ -18,6 +18,8 @@ pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.job, pytest.mark.vllm, pytest.mark.megatron]
 
+VLLM = {"engine": "vllm", "eager": True, "timeout_s": 300}
+
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 
 
@@ -70,7 +72,7 @@ def test_two_shards_train_what_vllm_generates(laminar: Laminar, tensor: int, pip
     run = finished(
         laminar,
         job={"trainers": 2, "rollouts": 1, "start_timeout_s": 600},
-        rollout={"engine": "vllm", "eager": True, "tensor_parallel": shards, "timeout_s": 300},
+        rollout={**VLLM, "tensor_parallel": shards},
         trainer={
             "engine": "megatron",
             "tensor_parallel": tensor,
@@ -93,9 +95,7 @@ def test_vllm_hands_trajectories_over_and_goes_on_with_them(laminar: Laminar) ->
         laminar,
         job={"rollouts": 2, "start_timeout_s": 600},
         rollout={
-            "engine": "vllm",
-            "eager": True,
-            "timeout_s": 300,
+            **VLLM,
             "concurrency": 16,
             "slots": 16,
             "max_response_tokens": 300,
@@ -122,9 +122,7 @@ def test_every_mode_runs_on_vllm(laminar: Laminar, mode: str) -> None:
         laminar,
         job={"rollouts": 2, "start_timeout_s": 600},
         rollout={
-            "engine": "vllm",
-            "eager": True,
-            "timeout_s": 300,
+            **VLLM,
             "concurrency": 8,
             "slots": 8,
             "max_response_tokens": 150,
